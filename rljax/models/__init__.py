@@ -1,0 +1,39 @@
+"""Policies as pure functions: one declaration of the parameters, one forward pass."""
+
+from rljax.models.config import (
+    Attention,
+    Block,
+    Dense,
+    Experts,
+    ModelConfig,
+    RopeScaling,
+    Stack,
+    decoder,
+)
+from rljax.models.forward import hidden_states, logits, score_tokens, token_logprobs
+from rljax.models.experts import RouterOutputs
+from rljax.models.parameters import Params, abstract, check, count, declare, init, names, shardings
+
+__all__ = [
+    "Attention",
+    "Block",
+    "Dense",
+    "Experts",
+    "ModelConfig",
+    "Params",
+    "RopeScaling",
+    "RouterOutputs",
+    "Stack",
+    "abstract",
+    "check",
+    "count",
+    "declare",
+    "decoder",
+    "hidden_states",
+    "init",
+    "logits",
+    "names",
+    "score_tokens",
+    "shardings",
+    "token_logprobs",
+]
