@@ -12,7 +12,17 @@ from rljax.models.config import (
 )
 from rljax.models.forward import hidden_states, logits, score_tokens, token_logprobs
 from rljax.models.experts import RouterOutputs
-from rljax.models.parameters import Params, abstract, check, count, declare, init, names, shardings
+from rljax.models.parameters import (
+    Params,
+    abstract,
+    check,
+    count,
+    declare,
+    for_compute,
+    init,
+    names,
+    shardings,
+)
 
 __all__ = [
     "Attention",
@@ -29,6 +39,7 @@ __all__ = [
     "count",
     "declare",
     "decoder",
+    "for_compute",
     "hidden_states",
     "init",
     "logits",
