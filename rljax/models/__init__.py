@@ -10,9 +10,10 @@ from rljax.models.config import (
     Stack,
     decoder,
 )
-from rljax.models.forward import hidden_states, logits, score_tokens, token_logprobs
 from rljax.models.experts import RouterOutputs
+from rljax.models.forward import hidden_states, logits, score_tokens, token_logprobs
 from rljax.models.parameters import Params, abstract, check, count, declare, init, names, shardings
+from rljax.models.pretrained import from_pretrained, save_pretrained
 
 __all__ = [
     "Attention",
@@ -29,10 +30,12 @@ __all__ = [
     "count",
     "declare",
     "decoder",
+    "from_pretrained",
     "hidden_states",
     "init",
     "logits",
     "names",
+    "save_pretrained",
     "score_tokens",
     "shardings",
     "token_logprobs",
