@@ -10,8 +10,8 @@ from rljax.models.config import (
     Stack,
     decoder,
 )
-from rljax.models.forward import hidden_states, logits, score_tokens, token_logprobs
 from rljax.models.experts import RouterOutputs
+from rljax.models.forward import hidden_states, logits, score_tokens, token_logprobs
 from rljax.models.parameters import (
     Params,
     abstract,
@@ -23,6 +23,7 @@ from rljax.models.parameters import (
     names,
     shardings,
 )
+from rljax.models.pretrained import from_pretrained, save_pretrained
 
 __all__ = [
     "Attention",
@@ -40,10 +41,12 @@ __all__ = [
     "declare",
     "decoder",
     "for_compute",
+    "from_pretrained",
     "hidden_states",
     "init",
     "logits",
     "names",
+    "save_pretrained",
     "score_tokens",
     "shardings",
     "token_logprobs",
