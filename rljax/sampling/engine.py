@@ -136,9 +136,11 @@ class Engine:
         self._params = self._adopt(params)
         self.version = version
 
-    def unload(self) -> None:
-        """Gives the weights back and frees the KV pool."""
-        self._params = self._pool = None
+    def unload(self, keep_pool: bool = False) -> None:
+        """Gives the weights back, and frees the KV pool unless it is to be kept."""
+        self._params = None
+        if not keep_pool:
+            self._pool = None
 
     def _adopt(self, params: models.Params) -> models.Params:
         wanted = models.abstract(self.config, mesh=self.mesh, rules=meshes.ROLLOUT_RULES)
@@ -340,10 +342,8 @@ class Engine:
     def _prefill_round(self, fills: list[list[Fill]]) -> list[list[Fill]]:
         """Runs one bucket of prefill rows; returns what is left."""
         longest = max(len(f.tokens) for part in fills for f in part)
-        width = min(_bucket(longest, 16), _bucket(self._prefill_tokens // 8 + 1, 16))
-        rows = min(
-            _bucket(max(len(part) for part in fills), 8), max(self._prefill_tokens // width, 1)
-        )
+        width = min(_bucket(longest, _WIDTH), self._widest)
+        rows = min(_bucket(max(len(part) for part in fills), _ROWS_LEAST), self._most_rows(width))
         batch = [part[:rows] for part in fills]
         ends = [f.start + min(len(f.tokens), width) for part in batch for f in part]
         columns = _bucket(-(-max(ends) // self.page_size), 1)
@@ -378,7 +378,60 @@ class Engine:
             rest[s] = longer + rest[s]
         return rest
 
-    def _step(self) -> decode.Drawn:
+    @property
+    def _widest(self) -> int:
+        """Tokens of a prompt that one prefill call takes."""
+        return _bucket(self._prefill_tokens // 8 + 1, _WIDTH)
+
+    def _most_rows(self, width: int) -> int:
+        """Prompts of that width that one prefill call takes."""
+        fits = max(self._prefill_tokens // width, 1)
+        return min(1 << (fits.bit_length() - 1), _bucket(self._slots, _ROWS_LEAST))
+
+    def warm_up(self, filtered: bool = False) -> int:
+        """Compiles every shape that can come up, so that nothing is compiled later.
+
+        Args:
+          filtered: Whether requests with top-k, top-p or min-p will come.
+
+        Returns:
+          How many programs were run.
+
+        Raises:
+          RuntimeError: No weights are loaded.
+        """
+        if self._params is None:
+            raise RuntimeError("the engine has no weights; call load(params, version) first")
+        most = _bucket(-(-self.max_length // self.page_size), 1)
+        columns = [1 << i for i in range(most.bit_length())]
+        n = self._shards
+        ran = 0
+        for c in columns:
+            for kind in {False, filtered}:
+                self._step(columns=c, filtered=kind)
+                ran += 1
+        width = _WIDTH
+        while width <= min(self._widest, _bucket(self.max_length, _WIDTH)):
+            rows = min(_ROWS_LEAST, self._most_rows(width))
+            while rows <= self._most_rows(width):
+                for c in columns:
+                    tokens = np.zeros((n * rows, width), np.int32)
+                    none = np.zeros(n * rows, np.int32)
+                    table = np.zeros((n * rows, c), np.int32)
+                    self._pool, _ = self._prefill(
+                        self._params, self._ready_pool(),
+                        *(self._put(x) for x in (tokens, none, none, table)),
+                    )
+                    ran += 1
+                rows *= 2
+            width *= 2
+        nowhere = np.full(n * self._slots, self._num_pages, np.int32)
+        self._pool = self._copy(
+            self._ready_pool(), self._put(np.zeros_like(nowhere)), self._put(nowhere)
+        )
+        return ran + 1
+
+    def _step(self, columns: int | None = None, filtered: bool = False) -> decode.Drawn:
         """One chunk of decode steps for all slots."""
         shape = (self._shards, self._slots)
         token, position, remaining, top_k = (np.zeros(shape, np.int32) for _ in range(4))
@@ -387,9 +440,10 @@ class Engine:
         temperature, min_p = np.ones(shape, np.float32), np.zeros(shape, np.float32)
         top_p = np.ones(shape, np.float32)
         stop = np.full((*shape, self._stop_ids), -1, np.int32)
-        columns = _bucket(max(len(q.pages) for shard in self._plan for q in shard.active), 1)
+        if columns is None:
+            most = max(len(q.pages) for shard in self._plan for q in shard.active)
+            columns = _bucket(most, 1)
         table = np.zeros((*shape, columns), np.int32)
-        filtered = False
         for s, shard in enumerate(self._plan):
             for q in shard.active:
                 at = (s, q.slot)
@@ -472,6 +526,9 @@ class Engine:
         out[: total - 1] = found[: total - 1]
         return out
 
+
+_WIDTH = 16  # least tokens of a prefill row
+_ROWS_LEAST = 8  # least rows of a prefill call
 
 _WHOLE = P()
 _POOL = P(None, meshes.BATCH_AXES)
