@@ -1,0 +1,150 @@
+"""Matmul of sorted rows with one matrix a group: dropless mixtures of experts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+Backend = Literal["ragged", "blocks"]
+
+
+def default_backend() -> Backend:
+    """`ragged` (XLA's ragged_dot) on TPU and GPU; `blocks` on CPU, where ragged_dot is slow."""
+    return "blocks" if jax.default_backend() == "cpu" else "ragged"
+
+
+def grouped_matmul(
+    x: Float[Array, "M D"],
+    weights: Float[Array, "E D F"],
+    group_sizes: Int[Array, " E"],
+    *,
+    backend: Backend | None = None,
+    aligned: int | None = None,
+) -> Float[Array, "M F"]:
+    """Multiplies rows [sum of sizes before e, + group_sizes[e]) by `weights[e]`.
+
+    Args:
+      x: Rows sorted by group.
+      weights: One matrix a group.
+      group_sizes: Rows of each group, int32; their sum may be below M.
+      backend: `ragged`, `blocks`, or None for `default_backend()`.
+      aligned: A number that divides M and every group size, if the caller has laid the rows out
+        so; `blocks` then needs no rearranging. Left to be found out otherwise.
+
+    Returns:
+      The products, in x's dtype; rows past the last group are 0. An empty group's weights get a
+      gradient of exactly 0.
+
+    Raises:
+      ValueError: Shapes do not agree, or the backend is unknown.
+    """
+    if x.ndim != 2 or weights.ndim != 3 or x.shape[1] != weights.shape[1]:
+        raise ValueError(
+            f"grouped_matmul needs x [M, D] and weights [E, D, F], got {x.shape} and {weights.shape}"
+        )
+    if group_sizes.shape != weights.shape[:1]:
+        raise ValueError(
+            f"group_sizes {group_sizes.shape} must hold one size for each of the "
+            f"{weights.shape[0]} matrices"
+        )
+    backend = backend or default_backend()
+    group_sizes = group_sizes.astype(jnp.int32)
+    if backend == "ragged":
+        return jax.lax.ragged_dot(x, weights, group_sizes)
+    if backend != "blocks":
+        raise ValueError(f"grouped_matmul backend {backend!r} is unknown; use 'ragged' or 'blocks'")
+    if aligned is not None:
+        return _aligned_blocks(x, weights, group_sizes, aligned)
+    block = block_size(x.shape[0], weights.shape[0])
+    sizes, target = align(group_sizes, x.shape[0], block)
+    rows = aligned_rows(x.shape[0], weights.shape[0], block)
+    spread = jnp.zeros((rows, x.shape[1]), x.dtype).at[target].set(x, mode="drop")
+    out = _aligned_blocks(spread, weights, sizes, block)
+    return out.at[target].get(mode="fill", fill_value=0)
+
+
+def reference(
+    x: Float[Array, "M D"], weights: Float[Array, "E D F"], group_sizes: Int[Array, " E"]
+) -> Float[Array, "M F"]:
+    """The same by a loop over all groups, each on all rows: plain, slow, for tests."""
+    ends = jnp.cumsum(group_sizes)
+    row = jnp.arange(x.shape[0])
+    out = jnp.zeros((x.shape[0], weights.shape[2]), x.dtype)
+    for e in range(weights.shape[0]):
+        mine = (row >= ends[e] - group_sizes[e]) & (row < ends[e])
+        out = out + jnp.where(mine[:, None], x @ weights[e], 0)
+    return out
+
+
+def block_size(rows: int, groups: int) -> int:
+    """Rows of a block: 256 where groups are large, less where padding would outweigh them."""
+    return int(min(256, max(8, 2 ** int(np.log2(max(rows // max(groups, 1), 1)) + 0.5))))
+
+
+def aligned_rows(rows: int, groups: int, block: int) -> int:
+    """Rows that hold any split of `rows` into groups, each padded to whole blocks."""
+    return (-(-rows // block) + groups) * block
+
+
+def align(
+    group_sizes: Int[Array, " E"], rows: int, block: int
+) -> tuple[Int[Array, " E"], Int[Array, " M"]]:
+    """Pads every group to whole blocks.
+
+    Returns:
+      The padded sizes, and for each sorted row the place it moves to (rows past the last group
+      move out of bounds).
+    """
+    sizes = -(-group_sizes // block) * block
+    ends = jnp.cumsum(group_sizes)
+    row = jnp.arange(rows, dtype=jnp.int32)
+    group = jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
+    safe = jnp.minimum(group, group_sizes.shape[0] - 1)
+    shift = (jnp.cumsum(sizes) - sizes) - (ends - group_sizes)
+    bound = aligned_rows(rows, group_sizes.shape[0], block)
+    return sizes, jnp.where(group < group_sizes.shape[0], row + shift[safe], bound)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _aligned_blocks(x: Array, weights: Array, sizes: Array, block: int) -> Array:
+    return _blocks_forward(x, weights, sizes, block)[0]
+
+
+def _owner(sizes: Array, blocks: int, block: int) -> tuple[Array, Array]:
+    """The group of each block, and whether it has one."""
+    group = jnp.searchsorted(jnp.cumsum(sizes) // block, jnp.arange(blocks), side="right")
+    return jnp.minimum(group, sizes.shape[0] - 1), group < sizes.shape[0]
+
+
+def _blocks_forward(x: Array, weights: Array, sizes: Array, block: int) -> tuple[Array, tuple]:
+    if x.shape[0] % block:
+        raise ValueError(f"{x.shape[0]} rows are not whole blocks of {block}")
+    tiles = x.reshape(-1, block, x.shape[1])
+    group, used = _owner(sizes, tiles.shape[0], block)
+    tiles = jnp.where(used[:, None, None], tiles, 0)
+    out = jnp.einsum("nbd,ndf->nbf", tiles, weights[group])
+    return out.reshape(x.shape[0], -1), (x, weights, sizes)
+
+
+def _blocks_backward(block: int, saved: tuple, g: Array) -> tuple[Array, Array, np.ndarray]:
+    x, weights, sizes = saved
+    tiles = x.reshape(-1, block, x.shape[1])
+    group, used = _owner(sizes, tiles.shape[0], block)
+    g = jnp.where(used[:, None, None], g.reshape(tiles.shape[0], block, -1), 0)
+    dx = jnp.einsum("nbf,ndf->nbd", g, weights[group]).reshape(x.shape)
+    # A scan, not one batched product: [blocks, D, F] would be the largest array of the step.
+    def add(total: Array, tile: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        e, a, b = tile
+        part = jnp.einsum("bd,bf->df", a, b, preferred_element_type=jnp.float32)
+        return total.at[e].add(part), None
+
+    dw, _ = jax.lax.scan(add, jnp.zeros(weights.shape, jnp.float32), (group, tiles, g))
+    return dx, dw.astype(weights.dtype), np.zeros(sizes.shape, jax.dtypes.float0)
+
+
+_aligned_blocks.defvjp(_blocks_forward, _blocks_backward)

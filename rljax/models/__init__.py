@@ -1,0 +1,53 @@
+"""Policies as pure functions: one declaration of the parameters, one forward pass."""
+
+from rljax.models.config import (
+    Attention,
+    Block,
+    Dense,
+    Experts,
+    ModelConfig,
+    RopeScaling,
+    Stack,
+    decoder,
+)
+from rljax.models.experts import RouterOutputs
+from rljax.models.forward import hidden_states, logits, score_tokens, token_logprobs
+from rljax.models.parameters import (
+    Params,
+    abstract,
+    check,
+    count,
+    declare,
+    for_compute,
+    init,
+    names,
+    shardings,
+)
+from rljax.models.pretrained import from_pretrained, save_pretrained
+
+__all__ = [
+    "Attention",
+    "Block",
+    "Dense",
+    "Experts",
+    "ModelConfig",
+    "Params",
+    "RopeScaling",
+    "RouterOutputs",
+    "Stack",
+    "abstract",
+    "check",
+    "count",
+    "declare",
+    "decoder",
+    "for_compute",
+    "from_pretrained",
+    "hidden_states",
+    "init",
+    "logits",
+    "names",
+    "save_pretrained",
+    "score_tokens",
+    "shardings",
+    "token_logprobs",
+]

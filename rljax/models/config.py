@@ -1,0 +1,214 @@
+"""What a decoder is made of, layer by layer: frozen, hashable descriptions."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3 frequency scaling of rotary embeddings (Llama 3 report; transformers `llama3`)."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Grouped-query attention with rotary embeddings.
+
+    Attributes:
+      num_heads: Query heads H.
+      num_kv_heads: Key and value heads K; H is a multiple of K.
+      head_dim: Size of a head.
+      bias: Whether the q, k, v projections have biases (Qwen2).
+      qk_norm: Whether queries and keys pass an RMSNorm per head (Qwen3).
+      rope_theta: Base of the rotary frequencies.
+      rope_scaling: How the frequencies are stretched; None: not.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    bias: bool = False
+    qk_norm: bool = False
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads="
+                f"{self.num_kv_heads}; grouped-query attention needs whole groups"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings need pairs")
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """SwiGLU feed-forward of `intermediate_size`."""
+
+    intermediate_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Mixture of SwiGLU experts behind a softmax top-k router in float32.
+
+    Attributes:
+      num_experts: Experts E.
+      top_k: Experts chosen for each token.
+      intermediate_size: Inner size of one expert.
+      norm_topk_prob: Whether the chosen probabilities are divided by their sum.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    norm_topk_prob: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(
+                f"top_k={self.top_k} must lie between 1 and num_experts={self.num_experts}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One decoder layer: pre-norm attention, then pre-norm feed-forward."""
+
+    attention: Attention
+    feed_forward: Dense | Experts
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """A pattern of blocks, repeated; equal layers are stacked and scanned over."""
+
+    pattern: tuple[Block, ...]
+    repeats: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only language model.
+
+    Attributes:
+      vocab_size: Rows of the embedding.
+      hidden_size: Width of the residual stream.
+      stacks: The layers, in order.
+      norm_eps: Epsilon of every RMSNorm.
+      tie_embeddings: Whether the output matrix is the embedding.
+      dtype: Dtype of activations and matmul inputs; softmax, router and log-probabilities are
+        float32 whatever it is.
+      remat: Whether each layer's activations are recomputed in the backward pass.
+      family: The transformers `model_type` whose weight names it is saved under.
+      max_position: The longest sequence it was made for; informative.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    stacks: tuple[Stack, ...]
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    remat: bool = False
+    family: str = "qwen3"
+    max_position: int = 32_768
+
+    @property
+    def layers(self) -> tuple[Block, ...]:
+        """Every layer's block, in order."""
+        return tuple(b for s in self.stacks for _ in range(s.repeats) for b in s.pattern)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
+
+    @property
+    def mixture_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with experts, in order: the layers of `Batch.routing`."""
+        return tuple(
+            i for i, b in enumerate(self.layers) if isinstance(b.feed_forward, Experts)
+        )
+
+    @property
+    def top_k(self) -> int:
+        """Experts chosen for each token in a mixture layer; 0 for a dense model.
+
+        Raises:
+          ValueError: Mixture layers differ in it.
+        """
+        found = {b.feed_forward.top_k for b in self.layers if isinstance(b.feed_forward, Experts)}
+        if len(found) > 1:
+            raise ValueError(f"mixture layers differ in top_k ({sorted(found)}); give all the same")
+        return found.pop() if found else 0
+
+    @property
+    def num_experts(self) -> int:
+        """Experts in a mixture layer (the most, where layers differ); 0 for a dense model."""
+        return max(
+            (b.feed_forward.num_experts for b in self.layers if isinstance(b.feed_forward, Experts)),
+            default=0,
+        )
+
+
+def decoder(
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    intermediate_size: int,
+    num_experts: int = 0,
+    top_k: int = 2,
+    norm_topk_prob: bool = True,
+    bias: bool = False,
+    qk_norm: bool = True,
+    rope_theta: float = 10_000.0,
+    rope_scaling: RopeScaling | None = None,
+    norm_eps: float = 1e-6,
+    tie_embeddings: bool = True,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    remat: bool = False,
+    family: str | None = None,
+    max_position: int = 32_768,
+) -> ModelConfig:
+    """A decoder whose layers are all equal: dense, or a mixture where `num_experts` > 0.
+
+    `intermediate_size` is that of one expert in a mixture. The family defaults to the Qwen3
+    pair (`qwen3`, `qwen3_moe`).
+    """
+    attention = Attention(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads or num_heads,
+        head_dim=head_dim or hidden_size // num_heads,
+        bias=bias,
+        qk_norm=qk_norm,
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+    )
+    feed_forward = (
+        Experts(num_experts, top_k, intermediate_size, norm_topk_prob)
+        if num_experts
+        else Dense(intermediate_size)
+    )
+    return ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        stacks=(Stack((Block(attention, feed_forward),), num_layers),),
+        norm_eps=norm_eps,
+        tie_embeddings=tie_embeddings,
+        dtype=dtype,
+        remat=remat,
+        family=family or ("qwen3_moe" if num_experts else "qwen3"),
+        max_position=max_position,
+    )

@@ -1,0 +1,405 @@
+"""The forward pass of every model: one function for training, scoring, prefill and decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from rljax.mesh import constrain_rows
+from rljax.models import experts as moe
+from rljax.models.config import Attention, Dense, Experts, ModelConfig, RopeScaling
+from rljax.models.experts import RouterOutputs
+from rljax.models.parameters import Params
+
+Attend = Callable[[Array, Array, Array, Array, Any], tuple[Array, Any]]
+"""(q [B, T, H, d], k [B, T, K, d], v [B, T, K, d], layer index, cache) -> (out [B, T, H, d], cache)."""
+
+_MASKED = -1e30
+
+
+def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+    """RMSNorm in float32, in x's dtype (Zhang and Sennrich, 2019)."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
+    return (y * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def rope_frequencies(config: Attention) -> Float[Array, " half"]:
+    """Inverse frequencies of the rotary embedding, scaled where the configuration says so."""
+    exponent = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+    inverse = 1.0 / config.rope_theta**exponent
+    scaling = config.rope_scaling
+    if scaling is None:
+        return inverse
+    return _llama3(inverse, scaling)
+
+
+def _llama3(inverse: Array, s: RopeScaling) -> Array:
+    wavelength = 2 * jnp.pi / inverse
+    ratio = s.original_max_position / wavelength
+    smooth = (ratio - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+    smooth = jnp.clip(smooth, 0.0, 1.0)
+    return (1 - smooth) * inverse / s.factor + smooth * inverse
+
+
+def rotate(x: Array, positions: Array, inverse: Array) -> Array:
+    """Applies rotary embeddings (Su et al., 2021) to [B, T, heads, d], halves apart."""
+    angle = positions[..., None, None].astype(jnp.float32) * inverse
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def attend_masked(q: Array, k: Array, v: Array, allowed: Array) -> Array:
+    """Grouped-query attention with the softmax in float32.
+
+    Args:
+      q: [B, T, H, d].
+      k: [B, S, K, d].
+      v: [B, S, K, d].
+      allowed: bool [B, T, S], which keys each query may see; a query with none gets a mean of
+        all values, which nobody may use.
+
+    Returns:
+      [B, T, H, d] in q's dtype.
+    """
+    b, t, h, d = q.shape
+    kv = k.shape[2]
+    grouped = q.reshape(b, t, kv, h // kv, d)
+    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(allowed[:, None, None], scores * (d**-0.5), _MASKED)
+    probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgts,bskd->btkgd", probs, v).reshape(b, t, h, d)
+
+
+def full_attention(segments: Int[Array, "B T"]) -> Attend:
+    """Causal attention within each segment of a row; there is no cache."""
+    row = jnp.arange(segments.shape[1])
+    allowed = (segments[:, :, None] == segments[:, None, :]) & (row[:, None] >= row[None, :])
+
+    def attend(q: Array, k: Array, v: Array, layer: Array, cache: Any) -> tuple[Array, Any]:
+        # 0 · NaN is NaN: a masked key or value must be finite, or it leaks into its neighbours.
+        k = jnp.where(jnp.isfinite(k), k, 0)
+        v = jnp.where(jnp.isfinite(v), v, 0)
+        return attend_masked(q, k, v, allowed), cache
+
+    return attend
+
+
+def _attention(
+    p: Params,
+    x: Array,
+    positions: Array,
+    c: Attention,
+    config: ModelConfig,
+    attend: Attend,
+    layer: Array,
+    cache: Any,
+) -> tuple[Array, Any]:
+    def project(name: str) -> Array:
+        y = jnp.einsum("btw,whd->bthd", x, p[name].astype(x.dtype))
+        return y + p[f"{name}_bias"].astype(x.dtype) if c.bias else y
+
+    q, k, v = project("q"), project("k"), project("v")
+    if c.qk_norm:
+        q = rms_norm(q, p["q_norm"], config.norm_eps)
+        k = rms_norm(k, p["k_norm"], config.norm_eps)
+    inverse = rope_frequencies(c)
+    q, k = rotate(q, positions, inverse), rotate(k, positions, inverse)
+    out, cache = attend(q, k, v, layer, cache)
+    return jnp.einsum("bthd,hdw->btw", out, p["o"].astype(x.dtype)), cache
+
+
+def _dense(p: Params, x: Array) -> Array:
+    gate, up, down = (p[m].astype(x.dtype) for m in ("gate", "up", "down"))
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def _mixture(
+    p: Params, x: Array, c: Experts, counted: Array, replay: Array | None
+) -> tuple[Array, dict[str, Array]]:
+    b, t, width = x.shape
+    flat = x.reshape(b * t, width)
+    old = None if replay is None else replay.reshape(b * t, c.top_k)
+    probs, own, used, weights = moe.route(p["router"], flat, c, old)
+    out = moe.experts(p, flat, used, weights).reshape(b, t, width)
+    live = counted.reshape(-1).astype(jnp.float32)
+    one_hot = jax.nn.one_hot(used, c.num_experts, dtype=jnp.float32).sum(1)
+    entropy = -jnp.sum(probs * jnp.log(jnp.maximum(probs, 1e-30)), axis=-1)
+    flipped = jnp.any(jnp.sort(own, -1) != jnp.sort(used, -1), axis=-1)
+    stats = {
+        "experts": used.reshape(b, t, c.top_k),
+        "load": live @ one_hot,
+        "entropy": jnp.sum(live * entropy),
+        "flips": jnp.sum(live * flipped),
+    }
+    return out, jax.lax.stop_gradient(stats)
+
+
+def hidden_states(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    attend: Attend,
+    *,
+    cache: Any = None,
+    counted: Bool[Array, "B T"] | None = None,
+    routing: Int[Array, "B T layers k"] | None = None,
+) -> tuple[Float[Array, "B T D"], Any, RouterOutputs | None]:
+    """Runs all layers; attention is the caller's, so that the same code trains and decodes.
+
+    Args:
+      params: In the shape of `declare(config)`, in any dtype; cast to the compute dtype at use.
+      config: The model.
+      tokens: Token ids.
+      positions: Rotary positions.
+      attend: Attention over whatever keys the caller keeps.
+      cache: Carried through the layers and handed to `attend` (never through a scan's outputs,
+        which would copy it).
+      counted: Which tokens count in the routers' statistics; all by default.
+      routing: Experts to replay in each mixture layer, -1 where unset.
+
+    Returns:
+      Final hidden states after the last norm, the cache, and what the routers did (None for a
+      dense model).
+    """
+    dtype = jnp.dtype(config.dtype)
+    x = constrain_rows(params["embed"].astype(dtype)[tokens])
+    counted = jnp.ones(tokens.shape, bool) if counted is None else counted
+    found: list[dict[str, Array]] = []
+    layer, mixture = 0, 0
+    for stack, layers in zip(config.stacks, params["stacks"], strict=True):
+        mixtures = sum(isinstance(b.feed_forward, Experts) for b in stack.pattern)
+        replay = None
+        if routing is not None and mixtures:
+            part = routing[:, :, mixture : mixture + mixtures * stack.repeats]
+            replay = part.transpose(2, 0, 1, 3).reshape(
+                stack.repeats, mixtures, *part.shape[:2], part.shape[3]
+            )
+
+        def repeat(
+            carry: tuple[Array, Any, Array], xs: tuple[list[Params], Array | None], stack=stack
+        ) -> tuple[tuple[Array, Any, Array], dict[str, Array] | None]:
+            x, cache, layer = carry
+            weights, replay = xs
+            outputs = []
+            for i, (block, p) in enumerate(zip(stack.pattern, weights, strict=True)):
+                with jax.named_scope("attention"):
+                    y = rms_norm(x, p["attention_norm"], config.norm_eps)
+                    y, cache = _attention(
+                        p["attention"], y, positions, block.attention, config, attend, layer + i,
+                        cache,
+                    )
+                    x = x + y
+                with jax.named_scope("feed_forward"):
+                    y = rms_norm(x, p["feed_forward_norm"], config.norm_eps)
+                    if isinstance(block.feed_forward, Dense):
+                        y = _dense(p["feed_forward"], y)
+                    else:
+                        old = None if replay is None else replay[len(outputs)]
+                        y, stats = _mixture(p["feed_forward"], y, block.feed_forward, counted, old)
+                        outputs.append(stats)
+                    x = x + y
+            stacked = jax.tree.map(lambda *a: jnp.stack(a), *outputs) if outputs else None
+            return (constrain_rows(x), cache, layer + len(stack.pattern)), stacked
+
+        body = jax.checkpoint(repeat) if config.remat else repeat
+        (x, cache, _), stats = jax.lax.scan(
+            body, (x, cache, jnp.int32(layer)), (layers, replay), length=stack.repeats
+        )
+        if stats is not None:
+            found.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stats))
+        layer += stack.repeats * len(stack.pattern)
+        mixture += stack.repeats * mixtures
+    x = rms_norm(x, params["norm"], config.norm_eps)
+    if not found:
+        return x, cache, None
+    joined = {
+        "experts": jnp.concatenate([f["experts"] for f in found]).transpose(1, 2, 0, 3),
+        "load": jnp.concatenate(
+            [jnp.pad(f["load"], ((0, 0), (0, config.num_experts - f["load"].shape[1])))
+             for f in found]
+        ),
+        "entropy": jnp.concatenate([f["entropy"] for f in found]),
+        "flips": jnp.concatenate([f["flips"] for f in found]),
+    }
+    return x, cache, RouterOutputs(tokens=jnp.sum(counted.astype(jnp.float32)), **joined)
+
+
+def output_matrix(params: Params, config: ModelConfig) -> Float[Array, "D V"]:
+    """The matrix from hidden states to logits: `output`, or the embedding turned round."""
+    return params["embed"].T if config.tie_embeddings else params["output"]
+
+
+def output_logits(params: Params, config: ModelConfig, hidden: Array) -> Array:
+    """Logits in float32 [..., V] from final hidden states [..., D]."""
+    w = output_matrix(params, config).astype(hidden.dtype)
+    return jnp.matmul(
+        hidden, w, preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST
+    )
+
+
+def _places(
+    tokens: Array, positions: Array | None, segments: Array | None
+) -> tuple[Array, Array]:
+    """Positions and segments where they are not given: one segment a row, from 0."""
+    if segments is None:
+        segments = jnp.ones(tokens.shape, jnp.int32)
+    if positions is None:
+        # Each segment counts from 0, whatever stands before it in the row.
+        row = jnp.arange(tokens.shape[1])
+        starts = jnp.concatenate(
+            [jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], axis=1
+        )
+        positions = row - jax.lax.cummax(jnp.where(starts, row, 0), axis=1)
+    return positions, segments
+
+
+def logits(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"] | None = None,
+    segments: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T V"]:
+    """All logits, for small uses; `token_logprobs` never holds as much.
+
+    Args:
+      params: The parameters.
+      config: The model.
+      tokens: Token ids.
+      positions: Rotary positions; by default each segment counts from 0.
+      segments: Packed sequences by number, 0 for padding; by default a row is one sequence.
+
+    Returns:
+      float32 logits of the token after each position.
+    """
+    positions, segments = _places(tokens, positions, segments)
+    hidden, _, _ = hidden_states(params, config, tokens, positions, full_attention(segments))
+    return output_logits(params, config, hidden)
+
+
+def token_logprobs(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"] | None = None,
+    segments: Int[Array, "B T"] | None = None,
+    *,
+    temperature: float = 1.0,
+    routing: Int[Array, "B T layers k"] | None = None,
+    chunk: int = 1024,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Log-probability and entropy at every token, never holding [B, T, V].
+
+    Args:
+      params: The parameters.
+      config: The model.
+      tokens: Token ids.
+      positions: Rotary positions; by default each segment counts from 0.
+      segments: Packed sequences by number, 0 for padding; by default a row is one sequence.
+      temperature: Divides the logits, as in sampling.
+      routing: Experts to replay, -1 where unset.
+      chunk: Tokens whose logits are held at a time.
+
+    Returns:
+      logp: float32; entry t is the log-probability of the token at t given those before it in its
+        segment, 0 for the first.
+      entropy: float32, nats; of the distribution that the token at t was drawn from.
+    """
+    logp, entropy, _ = score_tokens(
+        params, config, tokens, positions, segments,
+        temperature=temperature, routing=routing, chunk=chunk,
+    )
+    return logp, entropy
+
+
+def score_tokens(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"] | None = None,
+    segments: Int[Array, "B T"] | None = None,
+    *,
+    temperature: float = 1.0,
+    routing: Int[Array, "B T layers k"] | None = None,
+    chunk: int = 1024,
+    wanted: Bool[Array, "B T"] | None = None,
+    most_wanted: int | None = None,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"], RouterOutputs | None]:
+    """`token_logprobs`, with what the routers did, and only where somebody asks.
+
+    Args:
+      params: As in `token_logprobs`, and so `config` to `chunk`.
+      config: The model.
+      tokens: Token ids.
+      positions: Rotary positions.
+      segments: Packed sequences by number.
+      temperature: Divides the logits.
+      routing: Experts to replay.
+      chunk: Tokens whose logits are held at a time.
+      wanted: The tokens to score; others get 0. All but the first of a segment by default.
+      most_wanted: A bound on `wanted` tokens in a row. Logits are then formed for that many
+        tokens a row, which spares most of the output matmul where prompts are long.
+
+    Returns:
+      logp, entropy, and the routers' outputs (None for a dense model).
+    """
+    positions, segments = _places(tokens, positions, segments)
+    hidden, _, router = hidden_states(
+        params, config, tokens, positions, full_attention(segments),
+        counted=segments > 0, routing=routing,
+    )
+    follows = jnp.pad(
+        (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0), ((0, 0), (1, 0))
+    )
+    keep = follows if wanted is None else follows & wanted
+    before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    rows = jnp.arange(tokens.shape[0])[:, None]
+    if most_wanted is not None and most_wanted < tokens.shape[1]:
+        # The wanted places first, in order; the rest of the bound is filled with others.
+        place = jnp.argsort(~keep, axis=1, stable=True)[:, :most_wanted]
+        logp, entropy = _score(
+            params, config, before[rows, place], tokens[rows, place], temperature, chunk
+        )
+        zeros = jnp.zeros(tokens.shape, jnp.float32)
+        logp = zeros.at[rows, place].set(logp)
+        entropy = zeros.at[rows, place].set(entropy)
+    else:
+        logp, entropy = _score(params, config, before, tokens, temperature, chunk)
+    return jnp.where(keep, logp, 0.0), jnp.where(keep, entropy, 0.0), router
+
+
+def _score(
+    params: Params, config: ModelConfig, hidden: Array, targets: Array, temperature: float,
+    chunk: int,
+) -> tuple[Array, Array]:
+    """Log-probability and entropy of each target, in chunks of tokens recomputed backwards."""
+    shape = targets.shape
+    flat, target = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    n = flat.shape[0]
+
+    @jax.checkpoint
+    def part(args: tuple[Array, Array]) -> tuple[Array, Array]:
+        h, t = args
+        z = output_logits(params, config, h) / temperature
+        logp = jax.nn.log_softmax(z, axis=-1)
+        entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+        return jnp.take_along_axis(logp, t[:, None], axis=-1)[:, 0], entropy
+
+    with jax.named_scope("logprobs"):
+        if n <= chunk:
+            logp, entropy = part((flat, target))
+        else:
+            parts = -(-n // chunk)
+            pad = parts * chunk - n
+            flat = jnp.pad(flat, ((0, pad), (0, 0))).reshape(parts, chunk, -1)
+            target = jnp.pad(target, (0, pad)).reshape(parts, chunk)
+            logp, entropy = jax.lax.map(part, (flat, target))
+            logp, entropy = logp.reshape(-1)[:n], entropy.reshape(-1)[:n]
+    return logp.reshape(shape), entropy.reshape(shape)

@@ -1,0 +1,130 @@
+"""GGUF files of llama models, read with the package `gguf` (extra `gguf`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from rljax.models.config import Attention, Block, Dense, ModelConfig, Stack
+from rljax.models.families import Fields
+from rljax.models.weights import Table, from_heads, linear, rows, to_heads, vector
+
+TABLE: Table = {
+    "embed": rows("token_embd.weight"),
+    "norm": vector("output_norm.weight"),
+    "output": linear("output.weight"),
+    "attention_norm": vector("blk.{layer}.attn_norm.weight"),
+    "attention/q": to_heads("blk.{layer}.attn_q.weight", interleaved=True),
+    "attention/k": to_heads("blk.{layer}.attn_k.weight", interleaved=True),
+    "attention/v": to_heads("blk.{layer}.attn_v.weight"),
+    "attention/o": from_heads("blk.{layer}.attn_output.weight"),
+    "feed_forward_norm": vector("blk.{layer}.ffn_norm.weight"),
+    "dense/gate": linear("blk.{layer}.ffn_gate.weight"),
+    "dense/up": linear("blk.{layer}.ffn_up.weight"),
+    "dense/down": linear("blk.{layer}.ffn_down.weight"),
+}
+"""Where llama's parameters are in a GGUF file."""
+
+_INERT = re.compile(r"(GGUF|general|tokenizer|quantize|split)\.")
+
+
+def _package() -> ModuleType:
+    try:
+        import gguf
+    except ImportError as e:
+        raise ValueError(
+            "reading .gguf files needs the package gguf; install it: pip install 'rljax[gguf]'"
+        ) from e
+    return gguf
+
+
+class File:
+    """The weights of a GGUF file, open for reading (a `weights.Store`).
+
+    Attributes:
+      config: What its metadata describe.
+      shapes: Name -> shape of every weight.
+    """
+
+    def __init__(self, path: Path):
+        """Reads the metadata; no weight yet.
+
+        Raises:
+          ValueError: The file is no GGUF file, or describes what is not supported; named.
+        """
+        self.path = path
+        self._gguf = _package()
+        try:
+            reader = self._gguf.GGUFReader(path)
+        except Exception as e:  # the package raises many kinds
+            raise ValueError(f"{path} cannot be read as GGUF ({e}); fetch it again") from e
+        # Only places are kept: the reader maps the whole file and would hold it in memory.
+        self._places = {
+            t.name: (int(t.data_offset), tuple(t.data.shape), t.data.dtype, t.tensor_type)
+            for t in reader.tensors
+        }
+        self.shapes = {t.name: tuple(int(n) for n in t.shape[::-1]) for t in reader.tensors}
+        values = {
+            name: field.contents()
+            for name, field in reader.fields.items()
+            if not name.startswith("tokenizer.")
+        }
+        vocab = self.shapes.get("token_embd.weight", (None,))[0]
+        self.config = _config(values, vocab, "output.weight" not in self.shapes, str(path))
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Nothing to hold: each read opens the file."""
+        yield
+
+    def read(self, name: str, cut: tuple[slice, ...]) -> np.ndarray:
+        """A part of one weight, dequantised to float32; only its rows are read."""
+        offset, shape, dtype, kind = self._places[name]
+        first, *rest = cut
+        row = int(np.prod(shape[1:], dtype=np.int64))
+        count = (first.stop - first.start) * row
+        data = np.fromfile(
+            self.path, dtype, count, offset=offset + first.start * row * dtype.itemsize
+        ).reshape(-1, *shape[1:])
+        return self._gguf.quants.dequantize(data, kind)[(slice(None), *rest)]
+
+
+def _config(values: dict[str, Any], vocab: int | None, tied: bool, where: str) -> ModelConfig:
+    """The configuration that a GGUF file's metadata describe."""
+    family = values.get("general.architecture")
+    if family != "llama":
+        raise ValueError(
+            f"{where}: general.architecture={family!r} is not supported in GGUF files, only "
+            "'llama' is; load the model's Hugging Face folder instead"
+        )
+    f = Fields({k: v for k, v in values.items() if not _INERT.match(k)}, where)
+    width, heads = f.size("llama.embedding_length"), f.size("llama.attention.head_count")
+    head_dim = f.size("llama.attention.key_length", width // heads)
+    f.must("llama.attention.value_length", head_dim)
+    f.must("llama.rope.dimension_count", head_dim)
+    f.must("llama.rope.scaling.type", "none")
+    f.must("llama.vocab_size", vocab)
+    attention = Attention(
+        num_heads=heads,
+        num_kv_heads=f.size("llama.attention.head_count_kv", heads),
+        head_dim=head_dim,
+        rope_theta=f.number("llama.rope.freq_base", 10_000.0),
+    )
+    block = Block(attention, Dense(f.size("llama.feed_forward_length")))
+    config = ModelConfig(
+        vocab_size=f.size("llama.vocab_size", vocab),
+        hidden_size=width,
+        stacks=(Stack((block,), f.size("llama.block_count")),),
+        norm_eps=f.number("llama.attention.layer_norm_rms_epsilon", 1e-5),
+        tie_embeddings=tied,
+        family="llama",
+        max_position=f.size("llama.context_length", 32_768),
+    )
+    f.close(())
+    return config

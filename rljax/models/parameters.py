@@ -1,0 +1,232 @@
+"""One declaration of every parameter, from which shapes, shardings and initial values derive."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, PRNGKeyArray
+
+from rljax import mesh as meshes
+from rljax.models.config import Attention, Dense, Experts, ModelConfig
+
+Params = dict[str, Any]
+"""Nested dict of arrays, in the shape of `declare(config)`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """What one parameter is.
+
+    Attributes:
+      shape: Its shape; equal layers are stacked along a leading `layers` axis.
+      axes: One logical axis for each dimension, for the rule tables of `rljax.mesh`.
+      scale: Standard deviation of its initial normal; None: initialised to `value`.
+      value: The constant it starts from where `scale` is None.
+      precise: Whether it stays in float32 when the weights are cast to the compute dtype.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    scale: float | None = None
+    value: float = 0.0
+    precise: bool = False
+
+    def stacked(self, repeats: int) -> Parameter:
+        """The same parameter for `repeats` equal layers."""
+        return dataclasses.replace(
+            self, shape=(repeats, *self.shape), axes=("layers", *self.axes)
+        )
+
+
+def _matrix(shape: tuple[int, ...], axes: tuple[str | None, ...], fan_in: int) -> Parameter:
+    return Parameter(shape, axes, scale=1.0 / math.sqrt(fan_in))
+
+
+def _norm(size: int, axis: str | None = None) -> Parameter:
+    return Parameter((size,), (axis,), value=1.0, precise=True)
+
+
+def _attention(c: Attention, width: int) -> Params:
+    h, k, d = c.num_heads, c.num_kv_heads, c.head_dim
+    out: Params = {
+        "q": _matrix((width, h, d), ("embed", "heads", "head_dim"), width),
+        "k": _matrix((width, k, d), ("embed", "kv_heads", "head_dim"), width),
+        "v": _matrix((width, k, d), ("embed", "kv_heads", "head_dim"), width),
+        "o": _matrix((h, d, width), ("heads", "head_dim", "embed"), h * d),
+    }
+    if c.bias:
+        out["q_bias"] = Parameter((h, d), ("heads", "head_dim"))
+        out["k_bias"] = Parameter((k, d), ("kv_heads", "head_dim"))
+        out["v_bias"] = Parameter((k, d), ("kv_heads", "head_dim"))
+    if c.qk_norm:
+        out["q_norm"] = _norm(d)
+        out["k_norm"] = _norm(d)
+    return out
+
+
+def _feed_forward(c: Dense | Experts, width: int) -> Params:
+    f = c.intermediate_size
+    if isinstance(c, Dense):
+        return {
+            "gate": _matrix((width, f), ("embed", "mlp"), width),
+            "up": _matrix((width, f), ("embed", "mlp"), width),
+            "down": _matrix((f, width), ("mlp", "embed"), f),
+        }
+    e = c.num_experts
+    return {
+        "router": dataclasses.replace(_matrix((width, e), ("embed", None), width), precise=True),
+        "gate": _matrix((e, width, f), ("experts", "embed", "mlp"), width),
+        "up": _matrix((e, width, f), ("experts", "embed", "mlp"), width),
+        "down": _matrix((e, f, width), ("experts", "mlp", "embed"), f),
+    }
+
+
+def declare(config: ModelConfig) -> Params:
+    """Every parameter of a model, as a tree of `Parameter`.
+
+    The tree is `{"embed", "stacks": [[layer, ...], ...], "norm", "output"?}`; a layer is
+    `{"attention_norm", "attention", "feed_forward_norm", "feed_forward"}`, each leaf stacked
+    over the repeats of its stack. Expert matrices are [experts, in, out], gate and up apart.
+    `output` [hidden, vocab] is absent where the embedding is tied.
+    """
+    width = config.hidden_size
+
+    def layer(block: Any) -> Params:
+        return {
+            "attention_norm": _norm(width),
+            "attention": _attention(block.attention, width),
+            "feed_forward_norm": _norm(width),
+            "feed_forward": _feed_forward(block.feed_forward, width),
+        }
+
+    tree: Params = {
+        "embed": Parameter((config.vocab_size, width), ("vocab", "embed"), scale=0.02),
+        "stacks": [
+            [
+                jax.tree.map(lambda p, n=stack.repeats: p.stacked(n), layer(block))
+                for block in stack.pattern
+            ]
+            for stack in config.stacks
+        ],
+        "norm": _norm(width),
+    }
+    if not config.tie_embeddings:
+        tree["output"] = _matrix((width, config.vocab_size), ("embed", "vocab"), width)
+    return tree
+
+
+def names(config: ModelConfig) -> Params:
+    """The tree of parameter names, such as `stacks/0/0/attention/q`."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path),
+        declare(config),
+    )
+
+
+def shardings(
+    config: ModelConfig, mesh: Mesh, rules: meshes.Rules = meshes.TRAIN_RULES
+) -> Params:
+    """The tree of `NamedSharding`s of a model's parameters on a mesh, by a rule table.
+
+    Raises:
+      ValueError: A parameter cannot be laid out as asked; named, with the sizes that work.
+    """
+    return jax.tree.map(
+        lambda p, name: meshes.sharding(mesh, p.shape, p.axes, rules, name),
+        declare(config),
+        names(config),
+    )
+
+
+def abstract(
+    config: ModelConfig,
+    dtype: Any = jnp.float32,
+    mesh: Mesh | None = None,
+    rules: meshes.Rules = meshes.TRAIN_RULES,
+) -> Params:
+    """The tree of `jax.ShapeDtypeStruct`s, with shardings where a mesh is given."""
+    tree = declare(config)
+    if mesh is None:
+        return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), tree)
+    return jax.tree.map(
+        lambda p, s: jax.ShapeDtypeStruct(p.shape, dtype, sharding=s),
+        tree,
+        shardings(config, mesh, rules),
+    )
+
+
+def init(
+    key: PRNGKeyArray,
+    config: ModelConfig,
+    dtype: Any = jnp.float32,
+    mesh: Mesh | None = None,
+    rules: meshes.Rules = meshes.TRAIN_RULES,
+) -> Params:
+    """Random parameters, created where they live.
+
+    Args:
+      key: A JAX random key; each parameter draws from `key` folded with its place in the tree,
+        so values do not depend on the mesh.
+      config: The model.
+      dtype: Dtype of all parameters.
+      mesh: Where to create them; None: on the default device.
+      rules: How to lay them over the mesh.
+
+    Returns:
+      Matrices normal with deviation 1/√fan-in (embedding .02), norms 1, biases 0.
+    """
+    tree = declare(config)
+    leaves, structure = jax.tree.flatten(tree)
+
+    def build(key: Array) -> Params:
+        values = [
+            jnp.full(p.shape, p.value, dtype)
+            if p.scale is None
+            else (p.scale * jax.random.normal(jax.random.fold_in(key, i), p.shape)).astype(dtype)
+            for i, p in enumerate(leaves)
+        ]
+        return jax.tree.unflatten(structure, values)
+
+    out = None if mesh is None else shardings(config, mesh, rules)
+    return jax.jit(build, out_shardings=out)(key)
+
+
+def for_compute(params: Params, config: ModelConfig) -> Params:
+    """Weights in the dtypes that the forward pass uses; those already in it stay as they are.
+
+    Matrices are in `config.dtype`, norms and routers in float32. The forward pass casts so by
+    itself; casting once beforehand spares it the work at every decode step.
+    """
+    return jax.tree.map(
+        lambda x, p: x.astype(jnp.float32 if p.precise else config.dtype), params, declare(config)
+    )
+
+
+def count(config: ModelConfig) -> int:
+    """Number of parameters."""
+    return sum(math.prod(p.shape) for p in jax.tree.leaves(declare(config)))
+
+
+def check(params: Params, config: ModelConfig) -> None:
+    """Refuses parameters that are not the model's.
+
+    Raises:
+      ValueError: A parameter is missing, surplus or misshapen; named, with both shapes.
+    """
+
+    def flat(tree: Any) -> dict[str, tuple[int, ...]]:
+        found = jax.tree_util.tree_flatten_with_path(tree)[0]
+        return {jax.tree_util.keystr(path): tuple(x.shape) for path, x in found}
+
+    want, got = flat(declare(config)), flat(params)
+    for name in sorted(want.keys() | got.keys()):
+        if want.get(name) != got.get(name):
+            raise ValueError(
+                f"parameter {name}: the configuration says {want.get(name, 'absent')}, "
+                f"got {got.get(name, 'absent')}"
+            )

@@ -1,0 +1,149 @@
+"""Reads models from weight files, and writes them so that others can."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from rljax import mesh as meshes
+from rljax.models import families, gguf, huggingface, weights
+from rljax.models.config import ModelConfig
+from rljax.models.parameters import Params, check, declare
+
+# Buffers that older checkpoints carry and that the configuration already says.
+_BUFFERS = (".rotary_emb.inv_freq",)
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    dtype: Any = jnp.float32,
+    mesh: Mesh | None = None,
+    *,
+    rules: meshes.Rules = meshes.TRAIN_RULES,
+    compute_dtype: Literal["float32", "bfloat16"] | None = None,
+) -> tuple[ModelConfig, Params]:
+    """Reads a model: each weight once, straight into its shard.
+
+    Args:
+      path: A Hugging Face folder (config.json and safetensors) or a .gguf file; never a name to
+        be downloaded.
+      dtype: Dtype of the parameters.
+      mesh: Where to put them; each process reads only what it holds. None: whole on the default
+        device.
+      rules: How to lay them over the mesh.
+      compute_dtype: `ModelConfig.dtype`, that of activations and matmul inputs; by default
+        bfloat16 where the parameters are, float32 otherwise.
+
+    Returns:
+      The configuration and the parameters, in the shape of `models.declare(config)`.
+
+    Raises:
+      ValueError: There is no model, something in its configuration is not supported, or a weight
+        is missing, surplus or misshapen; named, in one line.
+    """
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype={dtype.name} of parameters must be a float such as float32")
+    if compute_dtype is None:
+        compute_dtype = "bfloat16" if dtype == jnp.bfloat16 else "float32"
+    path = Path(path)
+    store: weights.Store
+    if path.suffix == ".gguf" and not path.is_dir():
+        if not path.is_file():
+            raise ValueError(f"model file {path} is not there; fetch it first")
+        store = file = gguf.File(path)
+        config, table = file.config, gguf.TABLE
+    else:
+        if not path.is_dir():
+            raise ValueError(
+                f"model folder {path} is not there; give a folder with config.json and "
+                "safetensors, or a .gguf file"
+            )
+        config = families.read_fields(
+            huggingface.read_json(path / huggingface.CONFIG), str(path / huggingface.CONFIG)
+        )
+        table = families.FAMILIES[config.family].table
+        store = huggingface.Folder(path)
+    config = dataclasses.replace(config, dtype=compute_dtype)
+    entries = weights.entries(config, table)
+    untied = table["output"].name
+    extra = (*_BUFFERS, untied) if config.tie_embeddings else _BUFFERS
+    weights.check_names(entries, store.shapes, extra, str(path))
+    if config.tie_embeddings and untied in store.shapes:
+        _check_tied(store, table["embed"].name, untied, str(path))
+    return config, weights.load(entries, store, declare(config), dtype, mesh, rules)
+
+
+def _check_tied(store: weights.Store, embed: str, output: str, where: str) -> None:
+    """Refuses an output matrix beside a tied embedding, unless it says the same."""
+    rows, width = store.shapes[embed]
+    same = store.shapes[output] == (rows, width)
+    step = max(1, 2**22 // width)
+    with store.reading():
+        for i in range(0, rows if same else 0, step):
+            cut = (slice(i, min(i + step, rows)), slice(0, width))
+            same = same and np.array_equal(store.read(embed, cut), store.read(output, cut))
+    if not same:
+        raise ValueError(
+            f"{where}: tie_word_embeddings is true but {output!r} differs from {embed!r}; set it "
+            "to false in config.json"
+        )
+
+
+def save_pretrained(
+    path: str | os.PathLike[str],
+    config: ModelConfig,
+    params: Params,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes a Hugging Face folder that `from_pretrained` and transformers load.
+
+    On several processes all must call it; the first writes.
+
+    Args:
+      path: The folder; made where it is missing.
+      config: The model; `config.family` says under which names it is saved.
+      params: Its parameters, on any mesh; saved in their own dtype.
+      extra: Further fields of config.json, such as `eos_token_id`.
+      shard_bytes: Bytes of a weight file, beyond which another is begun; also about what memory
+        is used.
+
+    Raises:
+      ValueError: The parameters are not the configuration's, or the family cannot express it.
+    """
+    check(params, config)
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(params)}
+    fields = {
+        "architectures": [families.family(config.family, "save_pretrained").architecture],
+        **families.write_fields(config),
+        "dtype": str(max(dtypes, key=lambda d: d.itemsize)),
+        **(extra or {}),
+    }
+    entries = weights.entries(config, families.FAMILIES[config.family].table)
+    sizes = {}
+    for entry in entries:
+        leaf: Any = params
+        for key in entry.path:
+            leaf = leaf[key]
+        for index in entry.pieces():
+            sizes[entry.name(index)] = math.prod(entry.inner) * leaf.dtype.itemsize
+    found = weights.stored(entries, params)
+    if jax.process_index() == 0:
+        huggingface.write(Path(path), fields, found, sizes, shard_bytes)
+    else:
+        for _ in found:  # takes part in gathering
+            pass
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("save_pretrained")

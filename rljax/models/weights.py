@@ -1,0 +1,335 @@
+"""How the parameters of a model lie in a weight file: one table, read and written through."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from rljax import mesh as meshes
+from rljax.models.config import Experts, ModelConfig
+from rljax.models.parameters import Parameter, Params, declare
+
+Slices = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """Where one parameter of one layer (and one expert) is stored.
+
+    Attributes:
+      name: Its name in the file, with `{layer}` and `{expert}` to be filled in.
+      axes: For each stored dimension, the dimensions of ours that it holds, flattened in order.
+        Ours are counted without the leading `layers` and `experts`.
+      interleaved: Whether the rotary pairs of each head stand next to each other, as in GGUF
+        files of llama; ours, and transformers', are the two halves of the head.
+    """
+
+    name: str
+    axes: tuple[tuple[int, ...], ...]
+    interleaved: bool = False
+
+    def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape in the file of a parameter of `shape`."""
+        return tuple(math.prod(shape[d] for d in group) for group in self.axes)
+
+    def stored_slices(self, shape: Sequence[int], box: Slices) -> Slices:
+        """The part of the stored array that holds `box`, and little more.
+
+        The first of the dimensions flattened together is cut as `box` is, the others are whole.
+        """
+        out = []
+        for first, *rest in self.axes:
+            step = math.prod(shape[d] for d in rest)
+            out.append(slice(box[first].start * step, box[first].stop * step))
+        return tuple(out)
+
+    def from_stored(self, array: np.ndarray, shape: Sequence[int], box: Slices) -> np.ndarray:
+        """Turns what `stored_slices` cut out into our `box`; a view where it can be."""
+        if self.interleaved:
+            half = shape[self.axes[0][-1]] // 2
+            array = array.reshape(-1, half, 2, *array.shape[1:]).swapaxes(1, 2)
+        sizes, cut = [], [slice(None)] * len(shape)
+        for first, *rest in self.axes:
+            sizes += [box[first].stop - box[first].start, *(shape[d] for d in rest)]
+            for d in rest:
+                cut[d] = box[d]
+        order = np.argsort([d for group in self.axes for d in group])
+        return array.reshape(sizes).transpose(order)[tuple(cut)]
+
+    def to_stored(self, array: np.ndarray) -> np.ndarray:
+        """Turns a whole parameter of ours into what the file holds."""
+        if self.interleaved:
+            raise ValueError(f"{self.name}: files with interleaved rotary pairs are only read")
+        order = [d for group in self.axes for d in group]
+        return np.ascontiguousarray(array.transpose(order).reshape(self.stored_shape(array.shape)))
+
+
+def vector(name: str) -> Weight:
+    """A norm's scale, stored as it is."""
+    return Weight(name, ((0,),))
+
+
+def heads_vector(name: str) -> Weight:
+    """A bias [heads, head_dim], stored flat."""
+    return Weight(name, ((0, 1),))
+
+
+def rows(name: str) -> Weight:
+    """A matrix stored as it is, such as an embedding."""
+    return Weight(name, ((0,), (1,)))
+
+
+def linear(name: str) -> Weight:
+    """A matrix [in, out], stored [out, in] as torch's Linear does."""
+    return Weight(name, ((1,), (0,)))
+
+
+def to_heads(name: str, interleaved: bool = False) -> Weight:
+    """A projection [in, heads, head_dim], stored [heads·head_dim, in]."""
+    return Weight(name, ((1, 2), (0,)), interleaved)
+
+
+def from_heads(name: str) -> Weight:
+    """A projection [heads, head_dim, out], stored [out, heads·head_dim]."""
+    return Weight(name, ((2,), (0, 1)))
+
+
+Table = Mapping[str, Weight]
+"""Parameter -> where it is stored. Keys are paths of `declare`, `embed` and `norm` at the top and
+`attention/q` within a layer; feed-forward parameters stand under `dense/` or `experts/`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One declared parameter and its places in the file.
+
+    Attributes:
+      path: Its path in the tree of parameters, such as `("stacks", 0, 0, "attention", "q")`.
+      parameter: Its declaration, stacked over layers.
+      weight: How each of its pieces is stored.
+      layers: The model's layer for each index of its leading axis; None outside the layers.
+      experts: Experts along its second axis; None where it has none.
+    """
+
+    path: tuple[str | int, ...]
+    parameter: Parameter
+    weight: Weight
+    layers: tuple[int, ...] | None
+    experts: int | None
+
+    @property
+    def lead(self) -> int:
+        """Leading axes that tell pieces apart."""
+        return (self.layers is not None) + (self.experts is not None)
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """Shape of a piece."""
+        return self.parameter.shape[self.lead :]
+
+    def name(self, index: Sequence[int]) -> str:
+        """The stored name of the piece at an index of the leading axes."""
+        layer = self.layers[index[0]] if self.layers is not None else None
+        return self.weight.name.format(layer=layer, expert=index[-1] if index else None)
+
+    def pieces(self) -> Iterator[tuple[int, ...]]:
+        """The indices of all pieces."""
+        return itertools.product(*(range(n) for n in self.parameter.shape[: self.lead]))
+
+
+def entries(config: ModelConfig, table: Table) -> list[Entry]:
+    """Every parameter of a model with its places in the file.
+
+    Raises:
+      ValueError: The family has no name for a parameter that the configuration asks for.
+    """
+    out = []
+    for path, parameter in jax.tree_util.tree_flatten_with_path(declare(config))[0]:
+        keys = _keys(path)
+        layers, experts, within = None, None, keys
+        if keys[0] == "stacks":
+            number, place = int(keys[1]), int(keys[2])
+            within = keys[3:]
+            stack = config.stacks[number]
+            first = place + sum(len(s.pattern) * s.repeats for s in config.stacks[:number])
+            layers = tuple(first + r * len(stack.pattern) for r in range(stack.repeats))
+            if within[0] == "feed_forward":
+                feed_forward = stack.pattern[place].feed_forward
+                mixture = isinstance(feed_forward, Experts)
+                within = ("experts" if mixture else "dense", *within[1:])
+                if mixture and parameter.axes[1] == "experts":
+                    experts = parameter.shape[1]
+        key = "/".join(map(str, within))
+        if key not in table:
+            raise ValueError(
+                f"family {config.family!r} stores no parameter {key!r}; change the configuration "
+                "or its family"
+            )
+        out.append(Entry(keys, parameter, table[key], layers, experts))
+    return out
+
+
+class Store(Protocol):
+    """A weight file or a folder of them, open for reading."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Name -> shape of every weight."""
+
+    def reading(self) -> AbstractContextManager[Any]:
+        """Holds files open for a run of reads; what they map is let go at its end."""
+
+    def read(self, name: str, cut: Slices) -> np.ndarray:
+        """A part of one weight, in the dtype of the file or, if it is quantised, in float32."""
+
+
+def check_names(
+    found: list[Entry], shapes: Mapping[str, tuple[int, ...]], optional: Sequence[str], where: str
+) -> None:
+    """Refuses a file that does not hold exactly the model's weights.
+
+    Args:
+      found: The model's parameters.
+      shapes: What the file holds.
+      optional: Names, or ends of names, that may be there in vain.
+      where: What to call the file.
+
+    Raises:
+      ValueError: A weight is missing, surplus or misshapen; named, with both shapes.
+    """
+    wanted = {
+        entry.name(index): entry.weight.stored_shape(entry.inner)
+        for entry in found
+        for index in entry.pieces()
+    }
+    for name, shape in wanted.items():
+        if shapes.get(name) != shape:
+            got = shapes.get(name, "no such weight")
+            raise ValueError(
+                f"{where}: weight {name!r} must be {shape} by the configuration, got {got}"
+            )
+    for name in shapes:
+        if name not in wanted and not name.endswith(tuple(optional)):
+            raise ValueError(
+                f"{where}: weight {name!r} {shapes[name]} has no place in the configuration, "
+                "which says no such weight; is it of another family?"
+            )
+
+
+def load(
+    found: list[Entry],
+    store: Store,
+    like: Params,
+    dtype: Any,
+    mesh: Mesh | None,
+    rules: meshes.Rules,
+) -> Params:
+    """Reads every weight once, into the shards that this process holds.
+
+    Args:
+      found: The model's parameters with their places.
+      store: Where they are.
+      like: A tree of the wanted structure.
+      dtype: Dtype of all parameters.
+      mesh: Where to put them; None: whole on the default device.
+      rules: How to lay them over the mesh.
+
+    Returns:
+      The parameters. Beyond them memory holds one stacked parameter in the file's dtype at most.
+    """
+    values: dict[tuple[str | int, ...], jax.Array] = {}
+    # The largest first, while there is room: what is read passes through memory beside it.
+    for entry in sorted(found, key=lambda e: -math.prod(e.parameter.shape)):
+        with store.reading():
+            values[entry.path] = _load_one(entry, store, np.dtype(dtype), mesh, rules)
+    paths, structure = jax.tree_util.tree_flatten_with_path(like)
+    return jax.tree.unflatten(structure, [values[_keys(path)] for path, _ in paths])
+
+
+def _keys(path: Sequence[Any]) -> tuple[str | int, ...]:
+    return tuple(k.key if isinstance(k, jax.tree_util.DictKey) else k.idx for k in path)
+
+
+def _load_one(
+    entry: Entry, store: Store, dtype: np.dtype, mesh: Mesh | None, rules: meshes.Rules
+) -> jax.Array:
+    shape, lead = entry.parameter.shape, entry.lead
+    whole = tuple(slice(0, n) for n in shape)
+    if mesh is None:
+        boxes = {_key(whole): whole}
+    else:
+        name = "/".join(map(str, entry.path))
+        sharding = meshes.sharding(mesh, shape, entry.parameter.axes, rules, name)
+        local = sharding.addressable_devices_indices_map(shape).values()
+        cut = [_bounded(index, shape) for index in local if index is not None]
+        boxes = {_key(box): box for box in cut}
+    shards = {k: _empty([s.stop - s.start for s in box], dtype) for k, box in boxes.items()}
+    # All that this process holds of a piece is read in one go and dealt out to its shards.
+    union = tuple(
+        slice(min(b[d].start for b in boxes.values()), max(b[d].stop for b in boxes.values()))
+        for d in range(len(shape))
+    )
+    inner = union[lead:]
+    for index in itertools.product(*(range(s.start, s.stop) for s in union[:lead])):
+        holders = [
+            (k, box)
+            for k, box in boxes.items()
+            if all(s.start <= i < s.stop for i, s in zip(index, box, strict=False))
+        ]
+        if not holders:
+            continue
+        stored = store.read(entry.name(index), entry.weight.stored_slices(entry.inner, inner))
+        piece = entry.weight.from_stored(stored, entry.inner, inner)
+        for k, box in holders:
+            at = tuple(i - s.start for i, s in zip(index, box, strict=False))
+            part = tuple(
+                slice(b.start - u.start, b.stop - u.start)
+                for b, u in zip(box[lead:], inner, strict=True)
+            )
+            shards[k][at] = piece[part]
+    if mesh is None:
+        return jax.device_put(shards[_key(whole)])
+    return jax.make_array_from_callback(
+        shape, sharding, lambda index: shards[_key(_bounded(index or whole, shape))]
+    )
+
+
+def _bounded(index: Slices, shape: Sequence[int]) -> Slices:
+    return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
+
+
+def _key(box: Slices) -> tuple[tuple[int, int], ...]:
+    return tuple((s.start, s.stop) for s in box)
+
+
+def _empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An array on a 64-byte boundary, which a CPU device takes over instead of copying."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def stored(found: list[Entry], params: Params) -> Iterator[tuple[str, np.ndarray]]:
+    """Every weight as the file holds it, one at a time, gathered from wherever it lies.
+
+    All processes must go through it together.
+    """
+    for entry in found:
+        leaf: Any = params
+        for key in entry.path:
+            leaf = leaf[key]
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            leaf = multihost_utils.process_allgather(leaf, tiled=True)
+        whole = np.asarray(leaf)
+        for index in entry.pieces():
+            yield entry.name(index), entry.weight.to_stored(whole[index])
