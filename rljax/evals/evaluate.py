@@ -63,6 +63,8 @@ def evaluate(
     sampled evaluation, whose tags are avg@k, pass@k (k = 1, 2, 4, ... up to num_generations, and
     num_generations itself), maj@k, score_mean, answering_rate, length_mean, truncated_frac.
 
+    Two evaluations with the same weights and seed draw the same samples.
+
     A sample whose scoring failed (valid False: the verifier raised, hung or gave no number) says
     nothing about the model. It is counted in `invalid_frac` and left out of all scores, not scored
     as wrong: means are over the valid samples, pass@k over the prompts with k valid ones.
@@ -127,6 +129,7 @@ def sample(
         sampling=sampling,
         seed=seed,
         prompt_ids=[prompt.id for prompt in prompts],
+        draws=[prompt.draw for prompt in prompts],  # not counted on: every evaluation draws alike
     )
     # Groups come as they finish; score them in the order of the prompts.
     responses = sorted(

@@ -36,9 +36,9 @@ class RoteEngine:
         self.replies = replies
         self.asked = None
 
-    def generate(self, prompts, num_generations, sampling, seed=0, prompt_ids=None):
+    def generate(self, prompts, num_generations, sampling, seed=0, prompt_ids=None, draws=None):
         self.asked = SimpleNamespace(
-            prompts=prompts, sampling=sampling, seed=seed, prompt_ids=prompt_ids
+            prompts=prompts, sampling=sampling, seed=seed, prompt_ids=prompt_ids, draws=draws
         )
         for prompt_index in reversed(range(len(prompts))):
             yield [
@@ -113,6 +113,7 @@ def test_sampled_evaluation():
     )
     assert engine.asked.seed == 5
     assert engine.asked.prompt_ids == [100, 101]
+    assert engine.asked.draws == [0, 0]
     assert [tokens.tolist() for tokens in engine.asked.prompts] == [[0], [1]]
 
 
