@@ -1,7 +1,7 @@
 """Held-out evaluation: sample every prompt, score, summarise."""
 
 import dataclasses
-import re
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from rljax.evals.metrics import answering_rate, avg_at_k, maj_at_k, pass_at_k
+from rljax.rewards.answers import extract_boxed, extract_final, same_answer
 
 if TYPE_CHECKING:
     from rljax.data import Prompt, Tokenizer
@@ -20,12 +21,26 @@ RIGHT_ABOVE = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
+class Reading:
+    """How answers are read off completions, for votes and the answering rate.
+
+    Attributes:
+        extract: The answer in a completion; None where there is none.
+        same: Whether two answers are the same.
+    """
+
+    extract: Callable[[str], str | None]
+    same: Callable[[str, str], bool]
+
+
+@dataclasses.dataclass(frozen=True)
 class Evaluation:
     """The samples of an evaluation, row i answering prompt i.
 
     Attributes:
         completions: Their texts, [prompts][k].
-        answers: What `extract` found in them, [prompts][k]; None where nothing.
+        answers: The answers in them, [prompts][k]; None where there is none. Those of one prompt
+            that are the same are spelt the same.
         scores: The verifier's scores.
         valid: False where scoring failed.
         lengths: Tokens, the end token included.
@@ -54,7 +69,7 @@ def evaluate(
     num_generations: int,
     seed: int,
     task: str,
-    extract: Callable[[str], str | None] | None = None,
+    reading: Reading | None = None,
 ) -> dict[str, float]:
     """Score a model on held-out prompts.
 
@@ -62,6 +77,8 @@ def evaluate(
     `eval/<task>/greedy` and `eval/<task>/greedy_...`, so that it can stand in one log line with a
     sampled evaluation, whose tags are avg@k, pass@k (k = 1, 2, 4, ... up to num_generations, and
     num_generations itself), maj@k, score_mean, answering_rate, length_mean, truncated_frac.
+
+    Two evaluations with the same weights and seed draw the same samples.
 
     A sample whose scoring failed (valid False: the verifier raised, hung or gave no number) says
     nothing about the model. It is counted in `invalid_frac` and left out of all scores, not scored
@@ -76,7 +93,8 @@ def evaluate(
         num_generations: Samples a prompt (k).
         seed: Of the sampling keys.
         task: The name in the tags, without '/'.
-        extract: Finds the answer in a completion, or None; by default `extract_answer`.
+        reading: How answers are read, for maj@k and answering_rate; by default as the verifier
+            reads them, which for all but 'boxed' and 'numeric' is the whole text.
 
     Returns:
         Tags to numbers.
@@ -87,7 +105,7 @@ def evaluate(
     if not task or "/" in task:
         raise ValueError(f"task must be a name without '/', got {task!r}; rename it")
     evaluation = sample(
-        engine, prompts, scorer, tokenizer, sampling, num_generations, seed, extract
+        engine, prompts, scorer, tokenizer, sampling, num_generations, seed, reading
     )
     return summarize(evaluation, task, greedy=sampling.temperature == 0)
 
@@ -100,7 +118,7 @@ def sample(
     sampling: "SamplingParams",
     num_generations: int,
     seed: int,
-    extract: Callable[[str], str | None] | None = None,
+    reading: Reading | None = None,
 ) -> Evaluation:
     """Sample and score; the arguments are those of `evaluate`.
 
@@ -120,13 +138,14 @@ def sample(
         )
     if not sampling.stop_token_ids:
         sampling = dataclasses.replace(sampling, stop_token_ids=tuple(tokenizer.end_ids))
-    extract = extract or extract_answer
+    reading = reading or _READINGS.get(scorer.names[0], WHOLE)
     groups = engine.generate(
         prompts=[prompt.tokens for prompt in prompts],
         num_generations=num_generations,
         sampling=sampling,
         seed=seed,
         prompt_ids=[prompt.id for prompt in prompts],
+        draws=[prompt.draw for prompt in prompts],  # not counted on: every evaluation draws alike
     )
     # Groups come as they finish; score them in the order of the prompts.
     responses = sorted(
@@ -155,7 +174,10 @@ def sample(
 
     return Evaluation(
         completions=in_rows(completions),
-        answers=in_rows([extract(completion) for completion in completions]),
+        answers=[
+            _spelt_alike([reading.extract(completion) for completion in row], reading.same)
+            for row in in_rows(completions)
+        ],
         scores=np.asarray(scored.scores, np.float32).reshape(shape),
         valid=np.asarray(scored.valid, bool).reshape(shape),
         lengths=np.array([len(ids) for ids in token_ids]).reshape(shape),
@@ -183,8 +205,7 @@ def summarize(evaluation: Evaluation, task: str, greedy: bool = False) -> dict[s
         values = {f"{prefix}avg@{k}": avg_at_k(right, valid)}
         for tries in _tries(k):
             values[f"{prefix}pass@{tries}"] = pass_at_k(right, tries, valid)
-        answers = [[_normal(answer) for answer in row] for row in evaluation.answers]
-        values[f"{prefix}maj@{k}"] = maj_at_k(answers, right, valid)
+        values[f"{prefix}maj@{k}"] = maj_at_k(evaluation.answers, right, valid)
     values[f"{prefix}score_mean"] = _mean(evaluation.scores[valid])
     values[f"{prefix}answering_rate"] = answering_rate(evaluation.answers, valid)
     values[f"{prefix}length_mean"] = _mean(evaluation.lengths)
@@ -193,32 +214,32 @@ def summarize(evaluation: Evaluation, task: str, greedy: bool = False) -> dict[s
     return values
 
 
-def extract_answer(completion: str) -> str | None:
-    r"""The last `\boxed{}` of a completion, else what follows its last '####', else all of it.
-
-    Args:
-        completion: The text.
-
-    Returns:
-        The stripped answer; None where it is empty.
-    """
-    start = completion.rfind(r"\boxed{")
-    if start >= 0:
-        start += len(r"\boxed{")
-        depth = 1
-        for index in range(start, len(completion)):
-            depth += {"{": 1, "}": -1}.get(completion[index], 0)
-            if depth == 0:
-                return completion[start:index].strip() or None
-    _, marked, rest = completion.rpartition("####")
-    return (rest.partition("\n")[0] if marked else completion).strip() or None
+def _whole(completion: str) -> str | None:
+    return " ".join(completion.split()) or None
 
 
-def _normal(answer: str | None) -> str | None:
-    """One spelling for votes: no spaces, no final full stop, no thousands separators."""
-    if answer is None:
-        return None
-    return re.sub(r"(?<=\d),(?=\d{3}\b)", "", re.sub(r"\s+", "", answer).rstrip("."))
+WHOLE = Reading(_whole, operator.eq)
+_READINGS = {
+    "boxed": Reading(extract_boxed, same_answer),
+    "numeric": Reading(extract_final, same_answer),
+}
+
+
+def _spelt_alike(
+    answers: Sequence[str | None], same: Callable[[str, str], bool]
+) -> list[str | None]:
+    """Each answer in the spelling of the first that is the same."""
+    spellings: list[str] = []
+    found: list[str | None] = []
+    for answer in answers:
+        if answer is not None:
+            known = (spelling for spelling in spellings if same(answer, spelling))
+            spelling = next(known, answer)
+            if spelling is answer:
+                spellings.append(answer)
+            answer = spelling
+        found.append(answer)
+    return found
 
 
 def _tries(k: int) -> list[int]:

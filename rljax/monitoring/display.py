@@ -25,6 +25,7 @@ from rich.text import Text
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WINDOW = 50  # steps over which the pace is measured
 _POINTS = 64  # kept points of a history
+_MAX_WIDTH = 100
 _PLAIN_SECONDS = 5.0
 
 
@@ -97,7 +98,7 @@ class _History:
 
     def sparkline(self, width: int) -> str:
         points = self._points
-        if len(points) < 2:
+        if len(points) < 2 or width < 2:
             return ""
         width = min(width, len(points))
         edges = [index * len(points) // width for index in range(width + 1)]
@@ -248,7 +249,7 @@ class LiveDisplay:
                 title_align="left",
                 border_style="bright_black",
                 padding=(0, 2),
-                width=min(self._console.width, 100),
+                width=min(self._console.width, _MAX_WIDTH),
             )
 
     def _progress(self) -> RenderableType:
@@ -274,29 +275,28 @@ class LiveDisplay:
         return row
 
     def _numbers(self) -> RenderableType:
-        wide = self._console.width >= 76
-        columns = 2 if wide else 1
-        table = Table.grid(expand=False, padding=(0, 2, 0, 0))
+        inside = min(self._console.width, _MAX_WIDTH) - 6
+        columns = 2 if inside >= 70 else 1
+        room = max(0, min(22, inside // columns - 21))  # beside label, number and gaps
+        table = Table.grid(padding=(0, 2, 0, 0))
         for _ in range(columns):
-            table.add_column(no_wrap=True, style="dim")
+            table.add_column(no_wrap=True, style="dim", min_width=8)
             table.add_column(no_wrap=True, justify="right", min_width=7)
-            table.add_column(no_wrap=True, min_width=22 if wide else 0)
+            table.add_column(no_wrap=True, min_width=room)
         cells: list[list[Text]] = []
         for quantity in _QUANTITIES:
             history = self._histories[quantity.label]
             value = history.last
             number = "–" if value is None else quantity.spell(value)
             bad = value is not None and not math.isfinite(value)
-            course = "" if self._console.options.ascii_only else history.sparkline(20)
-            cells.append(
-                [
-                    Text(quantity.label),
-                    Text(number, style="bold red" if bad else "bold"),
-                    Text(course, style=quantity.colour),
-                ]
-            )
-            if isinstance(quantity, _HeldOut) and value is not None:
-                cells[-1][2].append(f"{' ' if course else ''}at {history.last_step}", style="dim")
+            when = f"at {history.last_step}" if isinstance(quantity, _HeldOut) else ""
+            width = room - len(f" {when}") if when else room
+            course = "" if self._console.options.ascii_only else history.sparkline(width)
+            beside = Text(course, style=quantity.colour)
+            if when and value is not None:
+                beside.append(f" {when}" if course else when, style="dim")
+            style = "bold red" if bad else "bold"
+            cells.append([Text(quantity.label), Text(number, style=style), beside])
         for start in range(0, len(cells), columns):
             table.add_row(*(entry for cell in cells[start : start + columns] for entry in cell))
         return table

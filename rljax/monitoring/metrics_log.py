@@ -49,8 +49,10 @@ class MetricsLog:
         last_step = -math.inf if restored_step is None else restored_step
         for name in (METRICS_FILE, SAMPLES_FILE):
             later, broken = jsonl.cut_back(self._run_dir / name, last_step)
-            if later:
-                logger.info("%s: dropped %d lines after step %s", name, later, restored_step)
+            if later and restored_step is None:
+                logger.warning("%s: dropped %d lines of an earlier start", name, later)
+            elif later:
+                logger.info("%s: dropped %d lines after step %d", name, later, restored_step)
             if broken:
                 logger.warning("%s: dropped %d broken lines", name, broken)
         self._events = _rewrite_events(self._run_dir)

@@ -56,6 +56,7 @@ TAGS: tuple[Tag, ...] = (
     Tag("policy/entropy", "nats", "Mean entropy of the policy per response token"),
     Tag("policy/clip_frac_low", "1", "Share of tokens clipped at the ratio window's lower end"),
     Tag("policy/clip_frac_high", "1", "Share of tokens clipped at the ratio window's upper end"),
+    Tag("policy/clip_frac_dual", "1", "Share of tokens at the bound of dual clipping"),
     Tag("policy/clipped_high_prob", "1", "Mean probability of the tokens clipped above"),
     Tag("policy/ratio_mean", "1", "Mean ratio of the live to the old policy"),
     Tag("policy/ratio_max", "1", "Greatest ratio of the live to the old policy"),
@@ -64,6 +65,7 @@ TAGS: tuple[Tag, ...] = (
     Tag("policy/mean_prob", "1", "Mean probability of the sampled tokens"),
     Tag("policy/grad_norm", "1", "Norm of the gradient before clipping"),
     Tag("policy/lr", "1", "Learning rate of the last update"),
+    Tag("policy/off_policy_frac", "1", "Share of responses masked as too far off the policy"),
     Tag("policy/skipped_updates", "updates", "Updates skipped for a gradient that was not finite"),
     Tag("critic/loss", "1", "Loss of the critic"),
     Tag("critic/explained_var", "1", "Share of the returns' variance that the critic explains"),
@@ -110,6 +112,7 @@ TAGS: tuple[Tag, ...] = (
     Tag("perf/device_memory_gb", "GB", "Greatest memory in use on a device"),
     # The supervised warm-up.
     Tag("warmup/loss", "nats", "Mean negative log-probability of the warm-up's answers"),
+    Tag("warmup/steps", "steps", "Supervised steps taken"),
     Tag("warmup/accuracy", "1", "Share right on the validation prompts during warm-up"),
     # Held-out evaluation.
     Tag("eval/<task>/avg@<n>", "1", "Share of right samples, n a prompt"),

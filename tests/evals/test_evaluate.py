@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rljax.evals import evaluate, extract_answer, sample
+from rljax.evals import Reading, evaluate, sample
 from rljax.monitoring import find_tag
 
 pytestmark = pytest.mark.smoke
@@ -36,9 +36,9 @@ class RoteEngine:
         self.replies = replies
         self.asked = None
 
-    def generate(self, prompts, num_generations, sampling, seed=0, prompt_ids=None):
+    def generate(self, prompts, num_generations, sampling, seed=0, prompt_ids=None, draws=None):
         self.asked = SimpleNamespace(
-            prompts=prompts, sampling=sampling, seed=seed, prompt_ids=prompt_ids
+            prompts=prompts, sampling=sampling, seed=seed, prompt_ids=prompt_ids, draws=draws
         )
         for prompt_index in reversed(range(len(prompts))):
             yield [
@@ -52,6 +52,15 @@ class RoteEngine:
             ]
 
 
+def _named(verifier):
+    def name(function):
+        function.names = (verifier,)
+        return function
+
+    return name
+
+
+@_named("exact_match")
 def exact_scorer(prompts, completions, completion_ids, columns):
     """1 where the completion is the answer; the completion '13' makes it fail."""
     rows = zip(prompts, completions, completion_ids, columns["answer"], strict=True)
@@ -113,6 +122,7 @@ def test_sampled_evaluation():
     )
     assert engine.asked.seed == 5
     assert engine.asked.prompt_ids == [100, 101]
+    assert engine.asked.draws == [0, 0]
     assert [tokens.tolist() for tokens in engine.asked.prompts] == [[0], [1]]
 
 
@@ -184,33 +194,35 @@ def test_a_task_name_with_a_slash_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("completion", "answer"),
+    ("verifier", "texts", "majority", "answering"),
     [
-        (r"so \boxed{4}, no: \boxed{\frac{1}{2}} done", r"\frac{1}{2}"),
-        (r"\boxed{5", r"\boxed{5"),
-        ("#### 3\n#### 72.\nbye", "72."),
-        (" 42 ", "42"),
-        ("  ", None),
-        (r"\boxed{ }", None),
+        # Spellings of one number vote together where the verifier takes them for the same.
+        ("numeric", ["so 1,234", r"\boxed{1234}", "#### 7", "eight"], 1.0, 0.75),
+        ("boxed", [r"\boxed{1,234}", r"\boxed{1234.}", r"\boxed{7}", "7"], 1.0, 0.75),
+        # Elsewhere the whole text votes: here a three-way tie, of which two are right.
+        ("my_function", ["1,234", "1234", "7", " "], 2 / 3, 0.75),
     ],
 )
-def test_the_answer_in_a_completion(completion, answer):
-    assert extract_answer(completion) == answer
-
-
-def test_spellings_of_one_number_vote_together():
-    replies = [[[1], [2], [3], [4]]]
-    texts = {"1": r"\boxed{1,234}", "2": r"\boxed{1234.}", "3": r"\boxed{7}", "4": r"\boxed{8}"}
-
+def test_answers_are_read_as_the_verifier_reads_them(verifier, texts, majority, answering):
     class Speller(DigitTokenizer):
         def decode(self, ids):
-            return texts[super().decode(ids)]
+            return texts[ids[0]]
 
+    @_named(verifier)
     def scorer(prompts, completions, completion_ids, columns):
         right = np.array(["234" in text for text in completions])
         return SimpleNamespace(scores=right.astype(np.float32), valid=np.ones(4, bool))
 
-    values = evaluate(
-        RoteEngine(replies), _prompts("x"), scorer, Speller(), Sampling(), 4, 0, task="math"
+    engine = RoteEngine([[[0], [1], [2], [3]]])
+    values = evaluate(engine, _prompts("x"), scorer, Speller(), Sampling(), 4, 0, task="math")
+    assert values["eval/math/maj@4"] == pytest.approx(majority)
+    assert values["eval/math/answering_rate"] == answering
+
+
+def test_a_reading_may_be_given():
+    engine = RoteEngine([[[1], [2], [1, 1], [3]]])
+    odd = Reading(lambda text: text if int(text) % 2 else None, lambda a, b: a[0] == b[0])
+    evaluation = sample(
+        engine, _prompts("3"), exact_scorer, DigitTokenizer(), Sampling(), 4, 0, odd
     )
-    assert values["eval/math/maj@4"] == 1.0
+    assert evaluation.answers == [["1", None, "1", "3"]]

@@ -148,9 +148,10 @@ def test_resume_keeps_every_line_of_the_restored_step_and_its_time(tmp_path):
     assert (tmp_path / METRICS_FILE).read_bytes() == b"".join(before[:2])
 
 
-def test_a_run_that_restored_nothing_starts_anew(tmp_path):
+def test_a_run_that_restored_nothing_starts_anew(tmp_path, caplog):
     _write(tmp_path, range(3))
     _write(tmp_path, [0])
+    assert "metrics.jsonl: dropped 3 lines of an earlier start" in caplog.text
     assert _steps(tmp_path) == _steps(tmp_path, SAMPLES_FILE) == [0]
     assert _scalars(tmp_path) == [("reward/mean", 0, 0.0)]
 
