@@ -12,6 +12,8 @@ import pytest
 
 from rljax.rewards import Scorer
 
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
+
 FAULTS = textwrap.dedent(
     """
     import math, os, re, subprocess, sys, threading, time
@@ -95,6 +97,7 @@ def score(scorer, completions, **columns):
     return scorer(["p"] * n, completions, [[1, 2]] * n, columns)
 
 
+@pytest.mark.smoke
 def test_rewards_are_the_weighted_sum_and_scores_the_first_function(faults):
     with Scorer(["exact_match", faults("returns")], weights=[2.0, -0.5]) as scorer:
         result = score(scorer, ["1", "2", "int"])
@@ -105,6 +108,7 @@ def test_rewards_are_the_weighted_sum_and_scores_the_first_function(faults):
     assert result.valid.all() and result.valid.dtype == bool and result.failures == []
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("fault", ["raise", "hang", "regex", "exit", "die", "interrupt"])
 def test_a_call_that_fails_loses_only_the_guilty_sample(faults, fault, caplog):
     with Scorer([faults("fails"), "exact_match"], timeout_s=0.4) as scorer:
@@ -230,6 +234,16 @@ def test_a_module_is_found_on_the_path(tmp_path, monkeypatch):
         assert score(scorer, ["1"]).rewards == [1]
 
 
+def test_a_relative_path_still_holds_when_the_process_is_started_anew(
+    faults, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with Scorer(["faults.py:fails"]) as scorer:
+        monkeypatch.chdir("/")
+        np.testing.assert_array_equal(score(scorer, ["die", "1"]).valid, [False, True])
+
+
+@LINUX
 def test_a_hung_functions_own_children_end_with_it(faults, tmp_path):
     log = tmp_path / "out.log"
     with Scorer([faults("leaves_a_child")], timeout_s=0.5, output=log) as scorer:
@@ -237,6 +251,7 @@ def test_a_hung_functions_own_children_end_with_it(faults, tmp_path):
         assert _ends(int(log.read_text()))
 
 
+@LINUX
 @pytest.mark.parametrize("fault", ["hang", "regex"])
 def test_a_worker_ends_when_the_trainer_is_killed(faults, fault):
     script = (
