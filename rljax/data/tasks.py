@@ -72,29 +72,31 @@ def addition(split: str, seed: int = 0) -> list[Row]:
 
 
 def small_arithmetic(split: str, seed: int = 0) -> list[Row]:
-    """Sums and differences of numbers up to 20, asked in English: "What is 3 + 4?".
+    """Sums of two numbers up to 12, asked in English: "What is 3 + 4?".
 
-    Differences are never negative, so each answer is an integer from 0 to 40.
+    For small chat models. They answer in sentences at first, so score them by the final number
+    (the verifier `numeric`): an untrained one never earns a reward for the bare number alone.
+    Both orders of a pair fall into the same split.
 
     Args:
-        split: "train" (416 rows), "validation" (128) or "test" (128).
-        seed: Decides which question falls into which split.
+        split: "train" (103 rows at seed 0), "validation" (24) or "test" (42).
+        seed: Decides which pair falls into which split.
 
     Returns:
         Rows with the columns question and answer.
     """
-    numbers = range(21)
-    sums = [(f"What is {a} + {b}?", a + b) for a in numbers for b in numbers]
-    differences = [(f"What is {a} - {b}?", a - b) for a in numbers for b in range(a + 1)]
-    rows = [{"question": q, "answer": str(answer)} for q, answer in sums + differences]
-    return split_rows(rows, split, seed, validation=128, test=128)
+    pairs = [{"pair": (a, b)} for a in range(13) for b in range(a + 1)]
+    return [
+        {"question": f"What is {x} + {y}?", "answer": str(x + y)}
+        for x, y in _both_orders(split_rows(pairs, split, seed, validation=12, test=24))
+    ]
 
 
 def larger_number(split: str, seed: int = 0) -> list[Row]:
-    """Which of two different numbers from 0 to 39 is larger: "Which number is larger, 7 or 12?".
+    """The larger of two different numbers up to 39: "What is the larger number: 7 or 12?".
 
-    Both orders of a pair fall into the same split: a held-out comparison was never trained on
-    the other way round.
+    For small chat models, as `small_arithmetic`. Both orders of a pair fall into the same split: a
+    held-out comparison was never trained on the other way round.
 
     Args:
         split: "train" (1,048 rows), "validation" (256) or "test" (256).
@@ -105,14 +107,13 @@ def larger_number(split: str, seed: int = 0) -> list[Row]:
     """
     pairs = [{"pair": (a, b)} for a in range(40) for b in range(a)]
     return [
-        {"question": f"Which number is larger, {x} or {y}?", "answer": str(max(x, y))}
-        for row in split_rows(pairs, split, seed, validation=128, test=128)
-        for x, y in (row["pair"], row["pair"][::-1])
+        {"question": f"What is the larger number: {x} or {y}?", "answer": str(max(x, y))}
+        for x, y in _both_orders(split_rows(pairs, split, seed, validation=128, test=128))
     ]
 
 
 def small_questions(split: str, seed: int = 0) -> list[Row]:
-    """`small_arithmetic` and `larger_number` together, with a column `family` that tells which.
+    """`small_arithmetic` and as many rows of `larger_number`; a column `family` tells which.
 
     Args:
         split: "train", "validation" or "test".
@@ -121,8 +122,14 @@ def small_questions(split: str, seed: int = 0) -> list[Row]:
     Returns:
         Rows with the columns question, answer and family.
     """
-    families = (small_arithmetic, larger_number)
-    return [{**row, "family": task.__name__} for task in families for row in task(split, seed)]
+    sums, comparisons = small_arithmetic(split, seed), larger_number(split, seed)
+    return [{**row, "family": "small_arithmetic"} for row in sums] + [
+        {**row, "family": "larger_number"} for row in comparisons[: len(sums)]
+    ]
+
+
+def _both_orders(rows: Sequence[Row]) -> list[tuple[int, int]]:
+    return [pair for row in rows for pair in dict.fromkeys((row["pair"], row["pair"][::-1]))]
 
 
 TASKS: dict[str, Callable[[str, int], list[Row]]] = {

@@ -47,7 +47,10 @@ class RewardProcess:
         """Starts the process; ValueError where the function cannot be loaded."""
         self._timeout_s = timeout_s
         self._payload = function if isinstance(function, str) else _pickle(function)
-        self._output = output
+        # As they are now, so that a process started anew finds what this one finds.
+        self._folder = os.getcwd()
+        self._path = [entry or self._folder for entry in sys.path]
+        self._output = None if output is None else Path(output).absolute()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._stop: Callable[[], None] = lambda: None
@@ -98,6 +101,7 @@ class RewardProcess:
                 stdout=output,
                 stderr=output,
                 pass_fds=fds,
+                cwd=self._folder,
                 start_new_session=True,
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},
             )
@@ -105,7 +109,7 @@ class RewardProcess:
         reply_end.close()
         self._stop = weakref.finalize(self, _end, self._process, self._requests, self._replies)
         setup = {
-            "path": [entry or os.getcwd() for entry in sys.path],
+            "path": self._path,
             "function": self._payload,
             "timeout_s": self._timeout_s,
             "pickled": not isinstance(self._payload, str),

@@ -36,6 +36,7 @@ def test_a_prompt_carries_its_row():
     assert prompt.columns == {"question": "ccc", "answer": "CCC", "level": 2}
 
 
+@pytest.mark.smoke
 def test_every_epoch_holds_each_prompt_once_in_an_order_of_its_own():
     seen = take(stream(seed=3), 21)
     epochs = [seen[i : i + 7] for i in (0, 7, 14)]
@@ -48,6 +49,7 @@ def test_the_seed_alone_decides_the_order():
     assert take(stream(seed=3), 14) == take(stream(seed=3), 14) != take(stream(seed=4), 14)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("position", [0, 1, 6, 7, 8, 14, 20])
 def test_a_stream_resumes_at_the_very_next_prompt(position):
     unbroken = stream(seed=3)

@@ -190,6 +190,7 @@ def test_references_may_be_worked_solutions():
     assert extract_reference("(1, 2)") == "(1, 2)"
 
 
+@pytest.mark.smoke
 def test_verifiers_give_one_or_zero_and_nothing_parsable_is_wrong():
     texts = [r"\boxed{5}", "#### 5.", "it is 5", "5", r"\boxed{6} 5", "", "none", r"\boxed{5"]
     answers = ["work\n#### 5"] * len(texts)

@@ -12,6 +12,8 @@ import pytest
 
 from rljax.rewards import Scorer
 
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
+
 FAULTS = textwrap.dedent(
     """
     import math, os, re, subprocess, sys, threading, time
@@ -95,6 +97,7 @@ def score(scorer, completions, **columns):
     return scorer(["p"] * n, completions, [[1, 2]] * n, columns)
 
 
+@pytest.mark.smoke
 def test_rewards_are_the_weighted_sum_and_scores_the_first_function(faults):
     with Scorer(["exact_match", faults("returns")], weights=[2.0, -0.5]) as scorer:
         result = score(scorer, ["1", "2", "int"])
@@ -105,9 +108,10 @@ def test_rewards_are_the_weighted_sum_and_scores_the_first_function(faults):
     assert result.valid.all() and result.valid.dtype == bool and result.failures == []
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("fault", ["raise", "hang", "regex", "exit", "die", "interrupt"])
 def test_a_call_that_fails_loses_only_the_guilty_sample(faults, fault, caplog):
-    with Scorer([faults("fails"), "exact_match"], timeout_s=0.4) as scorer:
+    with Scorer([faults("fails"), "exact_match"], timeout_s=1) as scorer:
         result = score(scorer, ["1", fault, "1"])
         np.testing.assert_array_equal(result.valid, [True, False, True])
         np.testing.assert_array_equal(result.rewards, [2, 0, 2])
@@ -121,13 +125,13 @@ def test_a_call_that_fails_loses_only_the_guilty_sample(faults, fault, caplog):
 
 
 def test_the_failure_says_what_happened_and_where(faults):
-    with Scorer([faults("fails")], timeout_s=0.4) as scorer:
+    with Scorer([faults("fails")], timeout_s=1) as scorer:
         result = score(scorer, ["raise", "exit", "die", "hang"])
     raised, left, died, hung = (line.partition(": ")[2] for line in result.failures)
     assert raised.startswith("RuntimeError: bad sample (faults.py:")
     assert left.startswith("SystemExit: 3 (")
     assert died == "ended its process (exit status 7)"
-    assert hung == "took longer than 0.4 s"
+    assert hung == "took longer than 1 s"
 
 
 def test_unusable_values_lose_their_samples_without_a_second_call(faults):
@@ -167,10 +171,10 @@ def test_a_function_that_always_hangs_is_given_up_for_the_batch(faults):
 
 def test_slow_but_sound_functions_keep_their_samples(tmp_path, caplog):
     (tmp_path / "slow.py").write_text(
-        "import time\ndef f(completions):\n    time.sleep(0.3 * len(completions))\n"
+        "import time\ndef f(completions):\n    time.sleep(0.4 * len(completions))\n"
         "    return [1.0] * len(completions)\n"
     )
-    with Scorer([f"{tmp_path}/slow.py:f"], timeout_s=0.7) as scorer:
+    with Scorer([f"{tmp_path}/slow.py:f"], timeout_s=1) as scorer:
         assert score(scorer, ["1"] * 3).valid.all()
     assert len(caplog.records) == 1 and "raise timeout_s" in caplog.messages[0]
 
@@ -230,13 +234,24 @@ def test_a_module_is_found_on_the_path(tmp_path, monkeypatch):
         assert score(scorer, ["1"]).rewards == [1]
 
 
+def test_a_relative_path_still_holds_when_the_process_is_started_anew(
+    faults, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with Scorer(["faults.py:fails"]) as scorer:
+        monkeypatch.chdir("/")
+        np.testing.assert_array_equal(score(scorer, ["die", "1"]).valid, [False, True])
+
+
+@LINUX
 def test_a_hung_functions_own_children_end_with_it(faults, tmp_path):
     log = tmp_path / "out.log"
-    with Scorer([faults("leaves_a_child")], timeout_s=0.5, output=log) as scorer:
+    with Scorer([faults("leaves_a_child")], timeout_s=1.5, output=log) as scorer:
         score(scorer, ["1"])
         assert _ends(int(log.read_text()))
 
 
+@LINUX
 @pytest.mark.parametrize("fault", ["hang", "regex"])
 def test_a_worker_ends_when_the_trainer_is_killed(faults, fault):
     script = (
