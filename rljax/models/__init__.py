@@ -12,7 +12,17 @@ from rljax.models.config import (
 )
 from rljax.models.experts import RouterOutputs
 from rljax.models.forward import hidden_states, logits, score_tokens, token_logprobs
-from rljax.models.parameters import Params, abstract, check, count, declare, init, names, shardings
+from rljax.models.parameters import (
+    Params,
+    abstract,
+    check,
+    count,
+    count_active,
+    declare,
+    init,
+    names,
+    shardings,
+)
 from rljax.models.pretrained import from_pretrained, save_pretrained
 
 __all__ = [
@@ -28,6 +38,7 @@ __all__ = [
     "abstract",
     "check",
     "count",
+    "count_active",
     "declare",
     "decoder",
     "from_pretrained",

@@ -59,7 +59,9 @@ def run(name):
     config, params = models.from_pretrained(folder)
     rows = expected["rows"]
     layouts = [lay_out(rows, "right"), lay_out(rows, "left"), pack(rows)]
-    tokens, positions, segments = (jnp.asarray(np.concatenate(x)) for x in zip(*layouts))
+    tokens, positions, segments = (
+        jnp.asarray(np.concatenate(x)) for x in zip(*layouts, strict=True)
+    )
 
     def loss(params):
         # Eight rows of single sequences, then the two packed ones, which alone are scored.

@@ -1,7 +1,7 @@
 """Makes the golden files of this folder with torch 2.13 and transformers 5.24.
 
     python tests/golden/models/make.py                          the tiny models
-    python tests/golden/models/make.py --smollm2 MODEL.gguf     smollm2.json (needs accelerate, gguf)
+    python tests/golden/models/make.py --smollm2 MODEL.gguf     smollm2.json (accelerate, gguf)
 
 Each folder holds a tiny random model as transformers saves it, and `expected.json`:
 `rows` are token ids with their positions, each run alone in float32; `logits` are what came out.
