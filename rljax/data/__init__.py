@@ -1,0 +1,23 @@
+"""Prompts: sources, generated tasks, templates, tokenizers and the stream over them."""
+
+from rljax.data.packaged import find_smollm2
+from rljax.data.prompts import Prompt, PromptStream, load_prompts
+from rljax.data.sources import load_rows
+from rljax.data.tasks import TASKS, split_rows
+from rljax.data.templates import TEMPLATES, render
+from rljax.data.tokenizers import CharTokenizer, Tokenizer, load_tokenizer
+
+__all__ = [
+    "TASKS",
+    "TEMPLATES",
+    "CharTokenizer",
+    "Prompt",
+    "PromptStream",
+    "Tokenizer",
+    "find_smollm2",
+    "load_prompts",
+    "load_rows",
+    "load_tokenizer",
+    "render",
+    "split_rows",
+]

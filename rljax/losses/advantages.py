@@ -1,0 +1,327 @@
+"""Advantages: how much better than expected each response, or token, was.
+
+They act on the whole rollout batch and carry no gradient. Those of a group work on one reward a
+response; `gae`, `returns_to_go` and `batch_whiten(per='token')` give one for each token.
+"""
+
+import dataclasses
+import functools
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from rljax.losses import groups
+from rljax.losses.base import Draft, Scope, Step, Transform, is_traced, missing
+
+
+@dataclasses.dataclass(frozen=True)
+class Advantage(Transform):
+    """Base of the advantages: takes and gives a `Draft`."""
+
+    scope: ClassVar[Scope] = "batch"
+
+    def __call__(self, draft: Draft) -> Draft:
+        """Sets `draft.advantages`."""
+        raise NotImplementedError
+
+    def live(self, step: Step) -> Step:
+        """Sets `step.advantages` where they depend on the live policy."""
+        return step
+
+
+@dataclasses.dataclass(frozen=True)
+class uniform(Advantage):
+    """The same advantage for every token, whatever the rewards: maximum likelihood at 1.
+
+    Args:
+        value: The advantage.
+    """
+
+    value: float = 1.0
+
+    def __call__(self, draft: Draft) -> Draft:
+        """Sets `draft.advantages`."""
+        return draft.replace(advantages=jnp.full_like(draft.rewards, self.value))
+
+
+@dataclasses.dataclass(frozen=True)
+class group_center(Advantage):
+    """A = R - mean of the group (Dr. GRPO, arXiv:2503.20783)."""
+
+    def __call__(self, draft: Draft) -> Draft:
+        """Sets `draft.advantages`."""
+        return draft.replace(advantages=_group(draft, self).centered)
+
+
+@dataclasses.dataclass(frozen=True)
+class group_normalize(Advantage):
+    """A = (R - mean) / (std + eps) of the group (GRPO, arXiv:2402.03300).
+
+    Args:
+        eps: Added to the standard deviation.
+        ddof: The variance divides by G - ddof.
+    """
+
+    eps: float = 1e-6
+    ddof: int = 1
+
+    def __call__(self, draft: Draft) -> Draft:
+        """Sets `draft.advantages`."""
+        stats = _group(draft, self, self.ddof)
+        return draft.replace(advantages=_over(stats.centered, stats.std + self.eps))
+
+
+@dataclasses.dataclass(frozen=True)
+class leave_one_out(Advantage):
+    """A = R - mean of the group's others (RLOO, arXiv:2402.14740)."""
+
+    def __call__(self, draft: Draft) -> Draft:
+        """Sets `draft.advantages`."""
+        stats = _group(draft, self)
+        others = jnp.maximum(stats.count - 1.0, 1.0)
+        return draft.replace(advantages=stats.centered * stats.count / others)
+
+
+@dataclasses.dataclass(frozen=True)
+class mean_normalize(Advantage):
+    """A = (R - mean) / mean of the group, 0 where the mean is 0 (MaxRL, arXiv:2602.02710).
+
+    Rewards must not be negative.
+    """
+
+    def __call__(self, draft: Draft) -> Draft:
+        """Sets `draft.advantages`."""
+        if not is_traced(draft.rewards) and bool((draft.rewards < 0).any()):
+            raise ValueError(
+                f"mean_normalize needs rewards of at least 0, got {float(draft.rewards.min())}: "
+                "shift the rewards or use group_normalize"
+            )
+        stats = _group(draft, self)
+        return draft.replace(advantages=_over(stats.centered, jnp.maximum(stats.mean, 0.0)))
+
+
+@dataclasses.dataclass(frozen=True)
+class gdpo_normalize(Advantage):
+    """Each component reward normalised in its group, summed, whitened over responses (GDPO).
+
+    Uses `Batch.score_components`, so shaping does not enter. A component that is NaN is left out
+    of its own statistics and adds 0. Source: arXiv:2601.05242.
+
+    Args:
+        weights: One for each component; None: all 1.
+        eps: Added to each standard deviation.
+    """
+
+    weights: tuple[float, ...] | None = None
+    eps: float = 1e-6
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The component rewards."""
+        return frozenset({"components"})
+
+    def __call__(self, draft: Draft) -> Draft:
+        """Sets `draft.advantages`."""
+        components = draft.batch.score_components
+        if components is None:
+            raise missing("score_components", self, "Batch")
+        _refuse_singles(draft, self)
+        number = components.shape[1]
+        weights = (1.0,) * number if self.weights is None else self.weights
+        if len(weights) != number:
+            raise ValueError(
+                f"gdpo_normalize has {len(weights)} weights for {number} score_components: "
+                "give one weight for each"
+            )
+        total = jnp.zeros_like(draft.rewards)
+        for k, weight in enumerate(weights):
+            component = components[:, k].astype(jnp.float32)
+            valid = draft.valid & jnp.isfinite(component)
+            stats = groups.statistics(component, valid, draft.group)
+            total = total + weight * _over(stats.centered, stats.std + self.eps)
+        return draft.replace(advantages=groups.whiten(total, _trains(draft), 1e-8))
+
+
+@dataclasses.dataclass(frozen=True)
+class batch_whiten(Advantage):
+    """Whitens advantages over what trains in the rollout batch.
+
+    Args:
+        per: 'token' weighs every token once, 'response' every response.
+        eps: Added to the variance.
+        center: Whether to subtract the mean; False only divides by the standard deviation.
+    """
+
+    per: Literal["token", "response"] = "token"
+    eps: float = 1e-8
+    center: bool = True
+
+    def __post_init__(self) -> None:
+        if self.per not in ("token", "response"):
+            raise ValueError(f"per must be 'token' or 'response', got {self.per!r}")
+
+    def __call__(self, draft: Draft) -> Draft:
+        """Sets `draft.advantages`."""
+        if self.per == "token":
+            x, mask = draft.per_token(), draft.counted()
+        elif draft.advantages.ndim == 1:
+            x, mask = draft.advantages, _trains(draft)
+        else:
+            raise ValueError(
+                f"{self!r} needs one advantage a response, got one a token: use per='token'"
+            )
+        return draft.replace(advantages=groups.whiten(x, mask, self.eps, self.center))
+
+
+@dataclasses.dataclass(frozen=True)
+class returns_to_go(Advantage):
+    """A_t = Σ of the rewards from t on, discounted, over the policy's own tokens.
+
+    Args:
+        gamma: Discount a token.
+    """
+
+    gamma: float = 1.0
+
+    def __call__(self, draft: Draft) -> Draft:
+        """Sets `draft.advantages`."""
+        return draft.replace(advantages=_discounted(token_rewards(draft), draft.mask, self.gamma))
+
+
+@dataclasses.dataclass(frozen=True)
+class gae(Advantage):
+    """Generalised advantage estimation over the policy's own tokens (arXiv:1506.02438).
+
+    δ_t = r_t + γ·V_{t+1} - V_t and A_t = δ_t + γλ·A_{t+1}, where t + 1 is the next token of the
+    mask. The response's reward lands on its last token. Returns, the critic's targets, are A + V.
+
+    Args:
+        gamma: Discount a token.
+        lam: Trace decay.
+        truncated: The value after a response cut off by the length limit: 'zero', or 'bootstrap'
+            from `Batch.bootstrap_value`.
+    """
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    truncated: Literal["zero", "bootstrap"] = "zero"
+
+    def __post_init__(self) -> None:
+        if self.truncated not in ("zero", "bootstrap"):
+            raise ValueError(f"truncated must be 'zero' or 'bootstrap', got {self.truncated!r}")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The critic's values."""
+        bootstrap = {"bootstrap"} if self.truncated == "bootstrap" else set()
+        return frozenset({"values"} | bootstrap)
+
+    def __call__(self, draft: Draft) -> Draft:
+        """Sets `draft.advantages` and `draft.returns`."""
+        values = draft.field("values", self)
+        rewards = token_rewards(draft)
+        if self.truncated == "bootstrap":
+            after = draft.batch.bootstrap_value
+            if after is None:
+                raise missing("bootstrap_value", self, "Batch")
+            after = jnp.where(draft.truncated & draft.valid, after, 0.0)
+            rewards = rewards + self.gamma * at_last(after, draft.mask)
+        deltas = rewards + self.gamma * _next(values, draft.mask) - values
+        advantages = _discounted(deltas, draft.mask, self.gamma * self.lam)
+        returns = jnp.where(draft.mask, advantages + values, 0.0)
+        return draft.replace(advantages=advantages, returns=returns)
+
+
+@dataclasses.dataclass(frozen=True)
+class teacher_gap(Advantage):
+    """A_t = log ν - log π, ν the teacher and π the live policy, gradient-stopped.
+
+    It depends on the live policy, so `prepare` leaves it 0 and `loss` fills it in.
+    """
+
+    scope: ClassVar[Scope] = "token"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The teacher's log-probabilities."""
+        return frozenset({"teacher"})
+
+    def __call__(self, draft: Draft) -> Draft:
+        """Sets `draft.advantages` to 0 for now."""
+        draft.field("teacher_logp", self)
+        return draft.replace(advantages=jnp.zeros_like(draft.rewards))
+
+    def live(self, step: Step) -> Step:
+        """Sets `step.advantages`."""
+        gap = step.field("teacher_logp", self) - step.logp
+        return step.replace(advantages=jax.lax.stop_gradient(gap))
+
+
+def token_rewards(draft: Draft) -> Float[Array, "B T"]:
+    """Per-token rewards, with the response's reward added at its last trainable token."""
+    terminal = at_last(jnp.where(draft.valid, draft.rewards, 0.0), draft.mask)
+    return terminal if draft.token_rewards is None else terminal + draft.token_rewards
+
+
+def at_last(x: Float[Array, " B"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """Puts one number at the last True position of each row, 0 elsewhere."""
+    positions = jnp.arange(mask.shape[1])
+    last = jnp.max(jnp.where(mask, positions, -1), axis=1, keepdims=True)
+    return jnp.where(positions == last, x[:, None], 0.0)
+
+
+@functools.partial(jax.jit, static_argnames="decay")
+def _discounted(
+    x: Float[Array, "B T"], mask: Bool[Array, "B T"], decay: float
+) -> Float[Array, "B T"]:
+    """Σ of x from t on, decaying by a token of the mask; positions outside are skipped."""
+
+    def back(carry: Array, at_t: tuple[Array, Array]) -> tuple[Array, Array]:
+        x_t, inside = at_t
+        total = jnp.where(inside, x_t + decay * carry, carry)
+        return total, jnp.where(inside, total, 0.0)
+
+    start = jnp.zeros(x.shape[0], jnp.float32)
+    return jax.lax.scan(back, start, (x.T, mask.T), reverse=True)[1].T
+
+
+@jax.jit
+def _next(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """The value at the next True position, 0 after the last."""
+
+    def back(carry: Array, at_t: tuple[Array, Array]) -> tuple[Array, Array]:
+        value, inside = at_t
+        return jnp.where(inside, value, carry), carry
+
+    start = jnp.zeros(values.shape[0], jnp.float32)
+    return jax.lax.scan(back, start, (values.T, mask.T), reverse=True)[1].T
+
+
+def _trains(draft: Draft) -> Bool[Array, " B"]:
+    return draft.counted().any(axis=1) & draft.valid
+
+
+def _over(x: Array, by: Array) -> Array:
+    """X / by, 0 where by is 0."""
+    return jnp.where(by > 0, x / jnp.where(by > 0, by, 1.0), 0.0)
+
+
+def _group(draft: Draft, user: Advantage, ddof: int = 1) -> groups.Stats:
+    if draft.advantages.ndim != 1:
+        raise ValueError(f"{user!r} needs one reward a response, got one a token: put it first")
+    _refuse_singles(draft, user)
+    return groups.statistics(draft.advantages, draft.valid, draft.group, ddof)
+
+
+def _refuse_singles(draft: Draft, user: Advantage) -> None:
+    """A prompt with one response has no group to compare with; seen only outside jit."""
+    if is_traced(draft.group, draft.valid):
+        return
+    size = groups.sums(jnp.ones_like(draft.rewards), draft.group)
+    if bool(((size == 1) & draft.valid).any()):
+        raise ValueError(
+            f"{user!r} needs at least 2 responses a prompt, got a prompt with 1: "
+            "raise num_generations"
+        )

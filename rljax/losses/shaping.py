@@ -1,0 +1,93 @@
+"""Reward shaping: `Batch.rewards` is as scored; `prepare` shapes it once."""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+
+from rljax.losses.base import Draft, Scope, Transform
+from rljax.losses.estimators import Estimator, check_estimator, kl_estimate
+from rljax.losses.metrics import Mean
+
+
+@dataclasses.dataclass(frozen=True)
+class Shaping(Transform):
+    """Base of reward shaping: takes and gives a `Draft`."""
+
+    def __call__(self, draft: Draft) -> Draft:
+        """Sets `draft.rewards` or `draft.token_rewards`."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class soft_overlong(Shaping):
+    """A penalty that grows linearly over the last `cache` tokens of the length limit (DAPO).
+
+    0 up to max_length - cache, then down to -factor at max_length and beyond; by
+    `completion_length`, added to the reward. Source: arXiv:2503.14476.
+
+    Args:
+        max_length: Completion tokens at which the penalty is full.
+        cache: Tokens over which it grows.
+        factor: The full penalty.
+        truncated: A truncated response has no answer to credit: 'penalty_only' makes its reward
+            the penalty alone, 'add' adds it to the reward like any other.
+    """
+
+    scope: ClassVar[Scope] = "sequence"
+    max_length: int
+    cache: int
+    factor: float = 1.0
+    truncated: Literal["penalty_only", "add"] = "penalty_only"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cache <= self.max_length:
+            raise ValueError(
+                f"cache must be in 1 .. max_length, got cache={self.cache}, "
+                f"max_length={self.max_length}: a fifth of max_length is usual"
+            )
+        if self.truncated not in ("penalty_only", "add"):
+            raise ValueError(f"truncated must be 'penalty_only' or 'add', got {self.truncated!r}")
+
+    def __call__(self, draft: Draft) -> Draft:
+        """Sets `draft.rewards`."""
+        over = draft.length - (self.max_length - self.cache)
+        penalty = -self.factor * jnp.clip(over / self.cache, 0.0, 1.0)
+        rewards = draft.rewards
+        if self.truncated == "penalty_only":
+            rewards = jnp.where(draft.truncated, 0.0, rewards)
+        return draft.replace(rewards=jnp.where(draft.valid, rewards + penalty, 0.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class kl_in_reward(Shaping):
+    """Takes β·KL to the reference from each token's reward, by the policy of the step's start.
+
+    With k1 the expected gradient is that of KL(π‖ref). Only advantages that look at token rewards
+    see it: `gae` and `returns_to_go`.
+
+    Args:
+        beta: Coefficient.
+        estimator: 'k1', 'k2' or 'k3'.
+    """
+
+    beta: float
+    estimator: Estimator = "k1"
+
+    def __post_init__(self) -> None:
+        check_estimator(self.estimator)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The log-probabilities of both policies."""
+        return frozenset({"old", "ref"})
+
+    def __call__(self, draft: Draft) -> Draft:
+        """Sets `draft.token_rewards`."""
+        old, ref = draft.field("old_logp", self), draft.field("ref_logp", self)
+        kl = kl_estimate(old, ref, self.estimator)
+        rewards = 0.0 if draft.token_rewards is None else draft.token_rewards
+        return draft.replace(
+            token_rewards=jnp.where(draft.mask, rewards - self.beta * kl, 0.0),
+            stats={**draft.stats, "policy/kl_ref": Mean.of(kl, draft.counted())},
+        )

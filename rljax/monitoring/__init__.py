@@ -1,0 +1,19 @@
+"""Watching a run: metrics, samples, TensorBoard, a live display, curves."""
+
+from rljax.monitoring.curves import plot_curves
+from rljax.monitoring.display import LiveDisplay
+from rljax.monitoring.jsonl import read
+from rljax.monitoring.metrics_log import METRICS_FILE, SAMPLES_FILE, MetricsLog
+from rljax.monitoring.tags import TAGS, Tag, find_tag
+
+__all__ = [
+    "METRICS_FILE",
+    "SAMPLES_FILE",
+    "TAGS",
+    "LiveDisplay",
+    "MetricsLog",
+    "Tag",
+    "find_tag",
+    "plot_curves",
+    "read",
+]

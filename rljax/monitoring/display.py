@@ -1,0 +1,324 @@
+"""The live display of a run: one panel in a terminal, plain lines elsewhere."""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import logging
+import math
+import re
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_WINDOW = 50  # steps over which the pace is measured
+_POINTS = 64  # kept points of a history
+_MAX_WIDTH = 100
+_PLAIN_SECONDS = 5.0
+
+
+def _compact(number: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Quantity:
+    """One number of the panel: the sum of some tags."""
+
+    label: str
+    tags: tuple[str, ...]
+    spell: Callable[[float], str]
+    colour: str
+
+    def find(self, values: dict[str, float]) -> float | None:
+        found = [float(values[tag]) for tag in self.tags if tag in values]
+        return sum(found) if found else None
+
+
+class _HeldOut(_Quantity):
+    """The held-out score: greedy where there is one, avg@k otherwise, mean over the tasks."""
+
+    def find(self, values: dict[str, float]) -> float | None:
+        for wanted in (r"eval/[^/]+/greedy", r"eval/[^/]+/avg@\d+"):
+            scores = [float(values[tag]) for tag in values if re.fullmatch(wanted, tag)]
+            if scores:
+                return statistics.fmean(scores)
+        return None
+
+
+_QUANTITIES = (
+    _Quantity("reward", ("reward/mean",), "{:.3f}".format, "green"),
+    _HeldOut("held-out", (), "{:.3f}".format, "magenta"),
+    _Quantity("length", ("completion/length_mean",), "{:.1f}".format, "blue"),
+    _Quantity("entropy", ("policy/entropy",), "{:.3f}".format, "yellow"),
+    _Quantity(
+        "clipped", ("policy/clip_frac_low", "policy/clip_frac_high"), "{:.1%}".format, "cyan"
+    ),
+    _Quantity("tokens/s", ("perf/tokens_per_s",), _compact, "white"),
+)
+
+
+class _History:
+    """The course of a number over the whole run, in a bounded number of points."""
+
+    def __init__(self) -> None:
+        self.last: float | None = None
+        self.last_step = 0
+        self._points: list[float] = []
+        self._pending: list[float] = []
+        self._stride = 1
+
+    def add(self, step: int, value: float) -> None:
+        self.last, self.last_step = value, step
+        if not math.isfinite(value):
+            return
+        self._pending.append(value)
+        if len(self._pending) == self._stride:
+            self._points.append(statistics.fmean(self._pending))
+            self._pending.clear()
+        if len(self._points) == _POINTS:
+            pairs = zip(self._points[::2], self._points[1::2], strict=True)
+            self._points = [statistics.fmean(pair) for pair in pairs]
+            self._stride *= 2
+
+    def sparkline(self, width: int) -> str:
+        points = self._points
+        if len(points) < 2 or width < 2:
+            return ""
+        width = min(width, len(points))
+        edges = [index * len(points) // width for index in range(width + 1)]
+        bins = [statistics.fmean(points[start:end]) for start, end in itertools.pairwise(edges)]
+        low, high = min(bins), max(bins)
+        scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+        return "".join(_BLOCKS[round((value - low) * scale)] for value in bins)
+
+
+class LiveDisplay:
+    """Shows a run while it goes: progress, the main numbers and their course, the last message.
+
+    In a terminal a panel is redrawn in place, twice a second; log records and printed lines appear
+    above it. Elsewhere (a file, CI, a notebook) a plain line is written every few seconds. Either
+    goes to standard error. Leaving the context, by an exception too, gives the terminal back.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        description: str = "",
+        *,
+        console: Console | None = None,
+        live: bool | None = None,
+    ):
+        """Prepare the display; entering the context shows it.
+
+        Args:
+            total_steps: The step at which the run ends.
+            description: The panel's title.
+            console: Where to draw; standard error by default.
+            live: Whether to draw in place; by default where the console is a terminal that can.
+        """
+        if total_steps < 1:
+            raise ValueError(
+                f"total_steps must be at least 1, got {total_steps}; pass the last step"
+            )
+        self._total = total_steps
+        self._description = description
+        if live is None:
+            stream = sys.stderr if console is None else console.file
+            terminal = console is not None or stream.isatty()
+            live = terminal and (console or Console(stderr=True)).is_interactive
+        self._console = console or Console(stderr=True)
+        self._live = live
+        self._step = -1
+        self._histories = {quantity.label: _History() for quantity in _QUANTITIES}
+        self._message = ("", "")
+        self._pace: collections.deque[tuple[int, float]] = collections.deque(maxlen=_WINDOW)
+        self._started = time.monotonic()
+        self._last_plain = -math.inf
+        self._lock = threading.Lock()  # the panel is drawn by a thread of its own
+        self._stack = contextlib.ExitStack()
+
+    def update(self, step: int, values: dict[str, float]) -> None:
+        """Show a step's numbers; what `values` lacks keeps its last value.
+
+        Args:
+            step: Updates finished.
+            values: Tags to numbers, as logged.
+        """
+        with self._lock:
+            if step > self._step:
+                self._pace.append((step, time.monotonic()))
+            self._step = step
+            for quantity in _QUANTITIES:
+                value = quantity.find(values)
+                if value is not None:
+                    self._histories[quantity.label].add(step, value)
+        if not self._live:
+            now = time.monotonic()
+            evaluated = any(tag.startswith("eval/") for tag in values)
+            if evaluated or step >= self._total or now - self._last_plain >= _PLAIN_SECONDS:
+                self._last_plain = now
+                self._print(self._plain_line())
+
+    def message(self, text: str) -> None:
+        """Show a line about what just happened, until the next one.
+
+        Args:
+            text: One short line.
+        """
+        with self._lock:
+            self._message = (time.strftime("%H:%M:%S"), text)
+        if not self._live:
+            self._print(text)
+
+    def __enter__(self) -> Self:
+        self._started = time.monotonic()
+        if self._live:
+            live = Live(
+                console=self._console,
+                get_renderable=self._panel,
+                refresh_per_second=2,
+                redirect_stdout=sys.stdout.isatty(),
+            )
+            stderr, stdout = sys.stderr, sys.stdout
+            self._stack.enter_context(live)
+            live.refresh()
+            self._stack.enter_context(_handlers_moved({stderr: sys.stderr, stdout: sys.stdout}))
+        elif self._description:
+            self._print(self._description)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc_type is not None:
+            self.message(f"stopped by {exc_type.__name__}" + (f": {exc}" if str(exc) else ""))
+        self._stack.close()
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _seconds_left(self) -> float | None:
+        if len(self._pace) < 2:
+            return None
+        (first_step, first_time), (last_step, last_time) = self._pace[0], self._pace[-1]
+        pace = (last_time - first_time) / (last_step - first_step)
+        return max(0.0, pace * (self._total - last_step) - (time.monotonic() - last_time))
+
+    def _plain_line(self) -> str:
+        parts = [f"step {self._step}/{self._total}"]
+        for quantity in _QUANTITIES:
+            value = self._histories[quantity.label].last
+            if value is not None:
+                parts.append(f"{quantity.label} {quantity.spell(value)}")
+        left = self._seconds_left()
+        if left is not None and self._step < self._total:
+            parts.append(f"left {_clock(left)}")
+        return "  ".join(parts)
+
+    def _panel(self) -> RenderableType:
+        with self._lock:
+            when, text = self._message
+            message = Text(
+                f"{when}  " if text else "", style="dim", no_wrap=True, overflow="ellipsis"
+            )
+            message.append(text.partition("\n")[0], style="not dim")
+            # As many lines every time: rich finds the panel's top by the height it drew last, and
+            # a record printed by another thread in between would tear a panel that has grown.
+            return Panel(
+                Group(self._progress(), Text(""), self._numbers(), Text(""), message),
+                title=Text(self._description or "rljax", style="bold"),
+                title_align="left",
+                border_style="bright_black",
+                padding=(0, 2),
+                width=min(self._console.width, _MAX_WIDTH),
+            )
+
+    def _progress(self) -> RenderableType:
+        step = max(0, self._step)
+        done = min(1.0, step / self._total)
+        left = self._seconds_left()
+        row = Table.grid(expand=True, padding=(0, 2, 0, 0))
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True, justify="right")
+        row.add_column(no_wrap=True, justify="right")
+        clock = Text(_clock(time.monotonic() - self._started), style="dim")
+        if step >= self._total:
+            clock.append("  done", style="not dim green")
+        else:
+            clock.append("  left ").append("–" if left is None else _clock(left), style="not dim")
+        row.add_row(
+            Text.assemble(("step ", "dim"), (str(step), "bold"), (f"/{self._total}", "dim")),
+            ProgressBar(total=1.0, completed=done, complete_style="green"),
+            Text(f"{done:.0%}"),
+            clock,
+        )
+        return row
+
+    def _numbers(self) -> RenderableType:
+        inside = min(self._console.width, _MAX_WIDTH) - 6
+        columns = 2 if inside >= 70 else 1
+        room = max(0, min(22, inside // columns - 21))  # beside label, number and gaps
+        table = Table.grid(padding=(0, 2, 0, 0))
+        for _ in range(columns):
+            table.add_column(no_wrap=True, style="dim", min_width=8)
+            table.add_column(no_wrap=True, justify="right", min_width=7)
+            table.add_column(no_wrap=True, min_width=room)
+        cells: list[list[Text]] = []
+        for quantity in _QUANTITIES:
+            history = self._histories[quantity.label]
+            value = history.last
+            number = "–" if value is None else quantity.spell(value)
+            bad = value is not None and not math.isfinite(value)
+            when = f"at {history.last_step}" if isinstance(quantity, _HeldOut) else ""
+            width = room - len(f" {when}") if when else room
+            course = "" if self._console.options.ascii_only else history.sparkline(width)
+            beside = Text(course, style=quantity.colour)
+            if when and value is not None:
+                beside.append(f" {when}" if course else when, style="dim")
+            style = "bold red" if bad else "bold"
+            cells.append([Text(quantity.label), Text(number, style=style), beside])
+        for start in range(0, len(cells), columns):
+            table.add_row(*(entry for cell in cells[start : start + columns] for entry in cell))
+        return table
+
+
+@contextlib.contextmanager
+def _handlers_moved(streams: dict[TextIO, TextIO]) -> Iterator[None]:
+    """Log handlers that hold a standard stream write above the panel instead of through it."""
+    moved: list[tuple[logging.StreamHandler[Any], TextIO]] = []
+    for name in (None, "rljax"):
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream in streams:
+                moved.append((handler, handler.stream))
+                handler.setStream(streams[handler.stream])
+    try:
+        yield
+    finally:
+        for handler, stream in moved:
+            handler.setStream(stream)
+
+
+def _clock(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,0 +1,176 @@
+"""Scored groups of responses, and the `Batch` that is made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from rljax.batch import Batch
+from rljax.data import Prompt, Tokenizer
+from rljax.losses import Max, Mean, Min, Moments
+from rljax.rewards import Scorer
+from rljax.sampling import Response
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScoredGroup:
+    """A prompt, its G responses and what the reward functions said of them.
+
+    Attributes:
+      prompt: The question.
+      responses: G responses, by sample index.
+      texts: Their texts.
+      rewards: float32 [G], weighted sum of the reward functions.
+      scores: float32 [G], the verifier's.
+      components: float32 [G, K], each function apart; NaN where it failed.
+      valid: bool [G], False where scoring failed.
+    """
+
+    prompt: Prompt
+    responses: list[Response]
+    texts: list[str]
+    rewards: np.ndarray
+    scores: np.ndarray
+    components: np.ndarray
+    valid: np.ndarray
+
+    @property
+    def degenerate(self) -> bool:
+        """Whether the raw scores of the valid responses are all equal: nothing to learn from."""
+        scores = self.scores[self.valid]
+        return len(scores) < 2 or bool(np.ptp(scores) == 0)
+
+
+def score_groups(
+    prompts: list[Prompt], groups: list[list[Response]], tokenizer: Tokenizer, scorer: Scorer
+) -> list[ScoredGroup]:
+    """Scores groups of responses in one call of the reward functions.
+
+    Args:
+      prompts: One a group.
+      groups: The responses of each.
+      tokenizer: Decodes the responses.
+      scorer: The reward functions.
+    """
+    flat = [(p, r) for p, g in zip(prompts, groups, strict=True) for r in g]
+    texts = [tokenizer.decode(r.tokens.tolist()) for _, r in flat]
+    columns = list(dict.fromkeys(name for p in prompts for name in p.columns))
+    scores = scorer(
+        prompts=[p.text for p, _ in flat],
+        completions=texts,
+        completion_ids=[r.tokens.tolist() for _, r in flat],
+        columns={name: [p.columns.get(name) for p, _ in flat] for name in columns},
+    )
+    scored, start = [], 0
+    for prompt, group in zip(prompts, groups, strict=True):
+        part = slice(start, start + len(group))
+        start += len(group)
+        scored.append(
+            ScoredGroup(
+                prompt, group, texts[part], scores.rewards[part], scores.scores[part],
+                scores.components[part], scores.valid[part],
+            )
+        )
+    return scored
+
+
+def make_batch(groups: list[ScoredGroup], length: int | None = None) -> Batch:
+    """Lays groups out as a `Batch` of numpy arrays, one response a row, groups in order.
+
+    Args:
+      groups: Scored groups.
+      length: T; the longest prompt plus response by default.
+
+    Raises:
+      ValueError: There are no groups, or a response is longer than `length`.
+    """
+    rows = [(i, g, k) for i, g in enumerate(groups) for k in range(len(g.responses))]
+    if not rows:
+        raise ValueError("a batch needs at least one group, got none")
+    sizes = [len(g.prompt.tokens) + len(g.responses[k].tokens) for _, g, k in rows]
+    length = max(sizes) if length is None else length
+    if max(sizes) > length:
+        raise ValueError(f"a response with its prompt has {max(sizes)} tokens; length={length} is "
+                         "too short for it")
+    shape = (len(rows), length)
+    tokens, version = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    segments = np.zeros(shape, np.int32)
+    mask, logp = np.zeros(shape, bool), np.zeros(shape, np.float32)
+    first = groups[0].responses[0].routing
+    routing = None if first is None else np.full((*shape, *first.shape[1:]), -1, np.int32)
+    for b, (_, group, k) in enumerate(rows):
+        response, n = group.responses[k], len(group.prompt.tokens)
+        end = n + len(response.tokens)
+        tokens[b, :n], tokens[b, n:end] = group.prompt.tokens, response.tokens
+        segments[b, :end], mask[b, n:end] = 1, True
+        logp[b, n:end], version[b, n:end] = response.logp, response.version
+        if routing is not None and response.routing is not None:
+            routing[b, :end] = response.routing
+    valid = np.concatenate([g.valid for g in groups])
+    return Batch(
+        tokens=tokens,
+        mask=mask,
+        positions=np.broadcast_to(np.arange(length, dtype=np.int32), shape).copy(),
+        segments=segments,
+        group=np.asarray([i for i, _, _ in rows], np.int32),
+        scores=np.concatenate([g.scores for g in groups]).astype(np.float32),
+        rewards=np.concatenate([g.rewards for g in groups]).astype(np.float32),
+        score_components=np.concatenate([g.components for g in groups]).astype(np.float32),
+        valid=valid,
+        completion_length=mask.sum(1).astype(np.int32),
+        truncated=np.asarray([g.responses[k].truncated for _, g, k in rows]),
+        rollout_logp=logp,
+        version=version,
+        routing=routing,
+    )
+
+
+def rollout_metrics(groups: list[ScoredGroup], names: tuple[str, ...]) -> dict[str, Any]:
+    """What there is to say of a rollout batch before it is trained on.
+
+    Args:
+      groups: The groups of the batch.
+      names: Names of the reward functions.
+
+    Returns:
+      Mergeable metrics under the names of the tag table; responses whose scoring failed are left
+      out of rewards, scores and lengths by correctness.
+    """
+    valid = np.concatenate([g.valid for g in groups])
+    rewards = np.concatenate([g.rewards for g in groups])[valid]
+    scores = np.concatenate([g.scores for g in groups])[valid]
+    components = np.concatenate([g.components for g in groups])[valid]
+    lengths = np.asarray([len(r.tokens) for g in groups for r in g.responses], np.float32)
+    truncated = np.asarray([r.truncated for g in groups for r in g.responses])
+    right = scores > 0.5
+    alike = [g.degenerate for g in groups]
+
+    def mean(values: np.ndarray) -> Mean:
+        return Mean(np.float32(np.sum(values)), np.float32(len(values)))
+
+    metrics: dict[str, Any] = {
+        "reward/mean": mean(rewards),
+        "reward/std": Moments.of(rewards, np.ones(len(rewards), bool), report="std"),
+        "reward/invalid_frac": mean(~valid),
+        "score/mean": mean(scores),
+        "group/frac_zero_std": mean(np.asarray(alike)),
+        "group/frac_all_correct": mean(
+            np.asarray([a and bool(g.valid.any()) and bool((g.scores[g.valid] > 0.5).all())
+                        for a, g in zip(alike, groups, strict=True)])
+        ),
+        "group/frac_all_wrong": mean(
+            np.asarray([a and bool(g.valid.any()) and bool((g.scores[g.valid] <= 0.5).all())
+                        for a, g in zip(alike, groups, strict=True)])
+        ),
+        "completion/length_mean": mean(lengths),
+        "completion/length_max": Max(np.float32(lengths.max())),
+        "completion/length_min": Min(np.float32(lengths.min())),
+        "completion/truncated_frac": mean(truncated),
+        "completion/length_correct": mean(lengths[valid][right]),
+        "completion/length_incorrect": mean(lengths[valid][~right]),
+    }
+    for k, name in enumerate(names):
+        metrics[f"reward/{name}/mean"] = mean(components[:, k])
+    return metrics

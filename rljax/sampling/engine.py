@@ -1,0 +1,572 @@
+"""The sampling engine: continuous batching over a paged KV cache."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from rljax import mesh as meshes
+from rljax import models
+from rljax.models.config import ModelConfig
+from rljax.sampling import decode
+from rljax.sampling.scheduler import Fill, Group, Shard
+from rljax.sampling.scheduler import Sequence as Sample
+from rljax.sampling.types import Response, SamplingParams
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Generates responses with a model's own forward pass, in slots over a page pool.
+
+    It holds a lease on the weights given to `load` until the next `load` or `unload`: whoever
+    trains must not donate those buffers meanwhile. On a mesh, slots and pages are split over
+    data×fsdp and each shard schedules for itself.
+
+    A response depends on its prompt, its sampling parameters, the weights and the key (seed,
+    prompt id, draw, sample id, position) alone: not on its slot, its neighbours or the order of
+    requests. At equal compiled shapes that holds bit for bit; where shapes differ,
+    log-probabilities differ by rounding.
+
+    Attributes:
+      version: Version of the weights that are loaded.
+      put_back: How many sequences were put back for want of pages, so far.
+      steps: How many decode steps were run, so far (summed over shards).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh | None = None,
+        slots: int = 64,
+        page_size: int = 16,
+        num_pages: int | None = None,
+        max_length: int = 1024,
+        *,
+        chunk: int = 16,
+        prefill_tokens: int = 4096,
+        stop_ids: int = 8,
+        with_routing: bool = False,
+        detokenize: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        """Plans the cache; nothing is compiled or allocated on the device yet.
+
+        Args:
+          config: The model.
+          mesh: Where to run; None: the default device.
+          slots: Sequences decoded at once, on all shards together.
+          page_size: Tokens of a page.
+          num_pages: Pages of the whole pool; None: enough that none is ever put back.
+          max_length: Longest prompt plus response.
+          chunk: Decode steps between two looks of the host.
+          prefill_tokens: Most tokens of one prefill call, padding counted.
+          stop_ids: Most end ids of one request.
+          with_routing: Whether responses carry the experts of every token.
+          detokenize: Token ids to text; needed where stop strings are used.
+
+        Raises:
+          ValueError: Slots or pages do not divide over the shards, or a shard's pages cannot
+            hold one sequence of `max_length`.
+        """
+        self.config, self.mesh = config, mesh
+        self.max_length, self.page_size, self.chunk = max_length, page_size, chunk
+        self.with_routing = with_routing and config.top_k > 0
+        self.version = -1
+        self.steps = 0
+        self._detokenize = detokenize
+        self._stop_ids = stop_ids
+        self._prefill_tokens = prefill_tokens
+        self._shards = meshes.batch_shards(mesh)
+        most = -(-max_length // page_size)
+        if slots % self._shards:
+            raise ValueError(
+                f"slots={slots} do not divide over data×fsdp = {self._shards}; use a multiple"
+            )
+        self._slots = slots // self._shards
+        num_pages = (2 * most * slots) if num_pages is None else num_pages
+        if num_pages % self._shards:
+            raise ValueError(
+                f"num_pages={num_pages} do not divide over data×fsdp = {self._shards}; "
+                "use a multiple"
+            )
+        self._num_pages = num_pages // self._shards
+        if self._num_pages < most + 1:
+            raise ValueError(
+                f"num_pages={num_pages} gives a shard {self._num_pages} pages of {page_size}; one "
+                f"sequence of max_length={max_length} needs {most + 1}"
+            )
+        self._plan = [Shard(self._slots, self._num_pages, page_size) for _ in range(self._shards)]
+        self._params: Any = None
+        self._pool: decode.Pool | None = None
+        self._asked: dict[tuple[int, int], int] = {}
+        self._busy = False
+
+    @property
+    def put_back(self) -> int:
+        """How many sequences were put back for want of pages, so far."""
+        return sum(s.put_back for s in self._plan)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that nobody holds, on all shards."""
+        return sum(s.pages.num_free for s in self._plan)
+
+    def load(self, params: models.Params, version: int) -> None:
+        """Takes weights to sample with, under a lease.
+
+        Weights in the compute dtypes and the rollout layout are used as they are, the very same
+        buffers; others are cast and laid out by one jitted function.
+
+        Raises:
+          ValueError: The parameters are not the model's, or the version falls.
+        """
+        models.check(params, self.config)
+        if version < self.version:
+            raise ValueError(f"version {version} is older than the loaded {self.version}; versions "
+                             "only rise")
+        self._params = self._adopt(params)
+        self.version = version
+
+    def unload(self, keep_pool: bool = False) -> None:
+        """Gives the weights back, and frees the KV pool unless it is to be kept."""
+        self._params = None
+        if not keep_pool:
+            self._pool = None
+
+    def _adopt(self, params: models.Params) -> models.Params:
+        wanted = models.abstract(self.config, mesh=self.mesh, rules=meshes.ROLLOUT_RULES)
+        cast = jax.eval_shape(lambda p: models.for_compute(p, self.config), params)
+
+        def same(have: Any, want: Any, shape: Any) -> bool:
+            if not isinstance(have, jax.Array) or have.dtype != want.dtype:
+                return False
+            return self.mesh is None or have.sharding.is_equivalent_to(shape.sharding, have.ndim)
+
+        if all(jax.tree.leaves(jax.tree.map(same, params, cast, wanted))):
+            return params
+        out = None if self.mesh is None else jax.tree.map(lambda s: s.sharding, wanted)
+        if self.mesh is not None:
+            params = jax.tree.map(
+                lambda x: x
+                if isinstance(x, jax.Array) and len(x.sharding.device_set) == self.mesh.size
+                else jax.device_put(x, meshes.replicated(self.mesh)),
+                params,
+            )
+        return jax.jit(lambda p: models.for_compute(p, self.config), out_shardings=out)(params)
+
+    # The compiled programs, one for each shape bucket that comes up.
+
+    def _over_shards(self, function: Callable, out_specs: Any, *in_specs: Any) -> Callable:
+        """The function on each shard's own slots and pages; jitted, the pool donated."""
+        if self.mesh is not None and self._shards > 1:
+            function = jax.shard_map(
+                function,
+                mesh=self.mesh,
+                in_specs=in_specs,
+                out_specs=out_specs,
+                axis_names=set(meshes.BATCH_AXES),
+            )
+        return jax.jit(function, donate_argnums=(in_specs.index(_POOL),))
+
+    @functools.cached_property
+    def _prefill(self) -> Callable:
+        function = functools.partial(decode.prefill, config=self.config)
+        return self._over_shards(function, (_POOL, _ROWS), _WHOLE, _POOL, *[_ROWS] * 4)
+
+    @functools.cached_property
+    def _copy(self) -> Callable:
+        return self._over_shards(decode.copy_pages, _POOL, _POOL, _ROWS, _ROWS)
+
+    @functools.cached_property
+    def _decode(self) -> dict[bool, Callable]:
+        return {
+            filtered: self._over_shards(
+                functools.partial(
+                    decode.decode_chunk,
+                    config=self.config,
+                    chunk=self.chunk,
+                    filtered=filtered,
+                    with_routing=self.with_routing,
+                ),
+                (_POOL, _ROWS),
+                _WHOLE, _POOL, _ROWS, _ROWS,
+            )
+            for filtered in (False, True)
+        }
+
+    def _put(self, x: np.ndarray) -> jax.Array:
+        """A host array [shards · n, ...] on its shards."""
+        if self.mesh is None:
+            return jnp.asarray(x)
+        return jax.device_put(x, NamedSharding(self.mesh, _ROWS))
+
+    def _ready_pool(self) -> decode.Pool:
+        if self._pool is None:
+            make = functools.partial(
+                decode.make_pool, self.config, self._num_pages * self._shards, self.page_size
+            )
+            out = None if self.mesh is None else NamedSharding(self.mesh, _POOL)
+            self._pool = jax.jit(make, out_shardings=out)()
+        return self._pool
+
+    # Requests.
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int] | np.ndarray],
+        num_generations: int,
+        sampling: SamplingParams | Sequence[SamplingParams],
+        seed: int = 0,
+        prompt_ids: Sequence[int] | None = None,
+        draws: Sequence[int] | None = None,
+    ) -> Iterator[list[Response]]:
+        """Samples `num_generations` responses of each prompt.
+
+        Args:
+          prompts: Token ids of each.
+          num_generations: Samples a prompt, G.
+          sampling: One for all, or one a prompt.
+          seed: Part of every random key.
+          prompt_ids: Names of the prompts in their keys; by default their places.
+          draws: How often each prompt was asked before; by default the engine's own count for
+            this seed and prompt id.
+
+        Yields:
+          The G responses of a prompt, as soon as the last of them is finished.
+
+        Raises:
+          ValueError: A prompt is empty, too long, or has ids outside the vocabulary; or there
+            are not as many sampling parameters, ids or draws as prompts.
+          RuntimeError: No weights are loaded, or another call is not finished.
+        """
+        groups = self._requests(prompts, num_generations, sampling, seed, prompt_ids, draws)
+        return self._run(groups)
+
+    def _requests(
+        self, prompts: Any, g: int, sampling: Any, seed: int, prompt_ids: Any, draws: Any
+    ) -> list[Group]:
+        if self._params is None:
+            raise RuntimeError("the engine has no weights; call load(params, version) first")
+        if g < 1:
+            raise ValueError(f"num_generations={g} must be at least 1")
+        n = len(prompts)
+        each = [sampling] * n if isinstance(sampling, SamplingParams) else list(sampling)
+        ids = list(range(n)) if prompt_ids is None else [int(i) for i in prompt_ids]
+        for name, values in (("sampling", each), ("prompt_ids", ids), ("draws", draws)):
+            if values is not None and len(values) != n:
+                raise ValueError(f"{len(values)} {name} for {n} prompts; give one a prompt")
+        if draws is None:
+            draws = []
+            for i in ids:
+                draws.append(self._asked.get((seed, i), 0))
+                self._asked[seed, i] = draws[-1] + 1
+        groups = []
+        for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+            tokens = np.asarray(prompt, np.int32)
+            self._check(index, tokens, params)
+            key = (seed & 0x7FFFFFFF, ids[index] & 0x7FFFFFFF, int(draws[index]))
+            group = Group(index, tokens, params, key)
+            limit = min(params.max_tokens, self.max_length - len(tokens))
+            group.members = [Sample(index * g + k, group, k, limit) for k in range(g)]
+            groups.append(group)
+        return groups
+
+    def _check(self, index: int, tokens: np.ndarray, params: SamplingParams) -> None:
+        if tokens.ndim != 1 or not len(tokens):
+            raise ValueError(f"prompt {index} is empty; give at least one token, such as the "
+                             "begin-of-sequence id")
+        if len(tokens) >= self.max_length:
+            raise ValueError(
+                f"prompt {index} has {len(tokens)} tokens, which leaves no room in "
+                f"max_length={self.max_length}; shorten it or raise max_length"
+            )
+        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
+            raise ValueError(
+                f"prompt {index} holds token ids from {tokens.min()} to {tokens.max()}; the "
+                f"vocabulary has {self.config.vocab_size}"
+            )
+        if len(params.stop_token_ids) > self._stop_ids:
+            raise ValueError(
+                f"{len(params.stop_token_ids)} stop_token_ids; the engine takes {self._stop_ids}: "
+                "raise Engine(stop_ids=...)"
+            )
+        if params.stop and self._detokenize is None:
+            raise ValueError("stop strings need Engine(..., detokenize=tokenizer.decode)")
+
+    def _run(self, groups: list[Group]) -> Iterator[list[Response]]:
+        if self._busy:
+            raise RuntimeError("the engine is in the middle of another generate(); finish or "
+                               "close that iterator first")
+        self._busy = True
+        try:
+            for i, group in enumerate(groups):
+                shard = self._plan[i % self._shards]
+                for member in group.members:
+                    heapq.heappush(shard.waiting, member)
+            while any(s.active or s.waiting for s in self._plan):
+                for shard in self._plan:
+                    shard.grow(self.chunk)
+                self._admit()
+                for group in self._collect(self._step()):
+                    yield self._responses(group)
+        finally:
+            for shard in self._plan:
+                shard.clear()
+            self._busy = False
+
+    # One round: admit, prefill, copy, decode, collect.
+
+    def _admit(self) -> None:
+        plans = [shard.admit(self.chunk) for shard in self._plan]
+        fills = [fill for fill, _ in plans]
+        while any(fills):
+            fills = self._prefill_round(fills)
+        if any(copies for _, copies in plans):
+            pairs = np.zeros((2, self._shards, self._slots), np.int32)
+            pairs[1] = self._num_pages  # out of bounds: no copy
+            for s, (_, copies) in enumerate(plans):
+                for i, (source, target) in enumerate(copies):
+                    pairs[:, s, i] = source, target
+            source, target = (self._put(p.reshape(-1)) for p in pairs)
+            self._pool = self._copy(self._ready_pool(), source, target)
+
+    def _prefill_round(self, fills: list[list[Fill]]) -> list[list[Fill]]:
+        """Runs one bucket of prefill rows; returns what is left."""
+        longest = max(len(f.tokens) for part in fills for f in part)
+        width = min(_bucket(longest, _WIDTH), self._widest)
+        rows = min(_bucket(max(len(part) for part in fills), _ROWS_LEAST), self._most_rows(width))
+        batch = [part[:rows] for part in fills]
+        ends = [f.start + min(len(f.tokens), width) for part in batch for f in part]
+        columns = _bucket(-(-max(ends) // self.page_size), 1)
+        tokens = np.zeros((self._shards, rows, width), np.int32)
+        start, count = (np.zeros((self._shards, rows), np.int32) for _ in range(2))
+        table = np.zeros((self._shards, rows, columns), np.int32)
+        rest: list[list[Fill]] = []
+        for s, part in enumerate(batch):
+            for r, fill in enumerate(part):
+                piece = fill.tokens[:width]
+                tokens[s, r, : len(piece)] = piece
+                start[s, r], count[s, r] = fill.start, len(piece)
+                used = fill.table[:columns]
+                table[s, r, : len(used)] = used
+            rest.append(fills[s][rows:])
+        arrays = (x.reshape(-1, *x.shape[2:]) for x in (tokens, start, count, table))
+        self._pool, routing = self._prefill(
+            self._params, self._ready_pool(), *(self._put(x) for x in arrays)
+        )
+        if self.with_routing:
+            chosen = np.asarray(routing).reshape(self._shards, rows, width, *routing.shape[2:])
+        for s, part in enumerate(batch):
+            longer = []
+            for r, fill in enumerate(part):
+                n = int(count[s, r])
+                if self.with_routing and isinstance(fill.owner, Group):
+                    piece = chosen[s, r, :n]
+                    old = fill.owner.routing if fill.start else None
+                    fill.owner.routing = piece if old is None else np.concatenate([old, piece])
+                if len(fill.tokens) > n:
+                    longer.append(Fill(fill.tokens[n:], fill.start + n, fill.table, fill.owner))
+            rest[s] = longer + rest[s]
+        return rest
+
+    @property
+    def _widest(self) -> int:
+        """Tokens of a prompt that one prefill call takes."""
+        return _bucket(self._prefill_tokens // 8 + 1, _WIDTH)
+
+    def _most_rows(self, width: int) -> int:
+        """Prompts of that width that one prefill call takes."""
+        fits = max(self._prefill_tokens // width, 1)
+        return min(1 << (fits.bit_length() - 1), _bucket(self._slots, _ROWS_LEAST))
+
+    def warm_up(self, filtered: bool = False) -> int:
+        """Compiles every shape that can come up, so that nothing is compiled later.
+
+        Args:
+          filtered: Whether requests with top-k, top-p or min-p will come.
+
+        Returns:
+          How many programs were run.
+
+        Raises:
+          RuntimeError: No weights are loaded.
+        """
+        if self._params is None:
+            raise RuntimeError("the engine has no weights; call load(params, version) first")
+        most = _bucket(-(-self.max_length // self.page_size), 1)
+        columns = [1 << i for i in range(most.bit_length())]
+        n = self._shards
+        ran = 0
+        for c in columns:
+            for kind in {False, filtered}:
+                self._step(columns=c, filtered=kind)
+                ran += 1
+        width = _WIDTH
+        while width <= min(self._widest, _bucket(self.max_length, _WIDTH)):
+            rows = min(_ROWS_LEAST, self._most_rows(width))
+            while rows <= self._most_rows(width):
+                for c in columns:
+                    tokens = np.zeros((n * rows, width), np.int32)
+                    none = np.zeros(n * rows, np.int32)
+                    table = np.zeros((n * rows, c), np.int32)
+                    self._pool, _ = self._prefill(
+                        self._params, self._ready_pool(),
+                        *(self._put(x) for x in (tokens, none, none, table)),
+                    )
+                    ran += 1
+                rows *= 2
+            width *= 2
+        nowhere = np.full(n * self._slots, self._num_pages, np.int32)
+        self._pool = self._copy(
+            self._ready_pool(), self._put(np.zeros_like(nowhere)), self._put(nowhere)
+        )
+        return ran + 1
+
+    def _step(self, columns: int | None = None, filtered: bool = False) -> decode.Drawn:
+        """One chunk of decode steps for all slots."""
+        shape = (self._shards, self._slots)
+        token, position, remaining, top_k = (np.zeros(shape, np.int32) for _ in range(4))
+        active = np.zeros(shape, bool)
+        ids = np.zeros((*shape, 4), np.int32)
+        temperature, min_p = np.ones(shape, np.float32), np.zeros(shape, np.float32)
+        top_p = np.ones(shape, np.float32)
+        stop = np.full((*shape, self._stop_ids), -1, np.int32)
+        if columns is None:
+            most = max(len(q.pages) for shard in self._plan for q in shard.active)
+            columns = _bucket(most, 1)
+        table = np.zeros((*shape, columns), np.int32)
+        for s, shard in enumerate(self._plan):
+            for q in shard.active:
+                at = (s, q.slot)
+                params = q.group.sampling
+                token[at], position[at], active[at] = q.last_token, q.fed, True
+                remaining[at] = q.limit - len(q.tokens)
+                ids[at] = (*q.group.key, q.sample)
+                temperature[at], top_p[at] = params.temperature, params.top_p
+                top_k[at], min_p[at] = params.top_k, params.min_p
+                stop[s, q.slot, : len(params.stop_token_ids)] = params.stop_token_ids
+                table[s, q.slot, : len(q.pages)] = q.pages
+                filtered |= params.filtered
+        arrays = (token, position, active, remaining, ids, temperature, top_p, top_k, min_p, stop)
+        slots = decode.Slots(*(self._put(x.reshape(-1, *x.shape[2:])) for x in arrays))
+        self._pool, drawn = self._decode[filtered](
+            self._params, self._ready_pool(), self._put(table.reshape(-1, columns)), slots
+        )
+        drawn = jax.tree.map(np.asarray, drawn)
+        self.steps += int(drawn.steps.sum())
+        return drawn
+
+    def _collect(self, drawn: decode.Drawn) -> list[Group]:
+        """Hands each slot its tokens; returns the groups that are finished by it."""
+        done = []
+        for s, shard in enumerate(self._plan):
+            for q in shard.active:
+                at = s * self._slots + q.slot
+                n = int(drawn.count[at])
+                q.tokens += drawn.tokens[at, :n].tolist()
+                q.logp += drawn.logp[at, :n].tolist()
+                q.versions += [self.version] * n
+                if drawn.routing is not None:
+                    q.routing.append(drawn.routing[at, :n])
+                reason = None
+                if drawn.stopped[at]:
+                    reason = "stop"
+                elif len(q.tokens) >= q.limit:
+                    reason = "length"
+                if q.group.sampling.stop and self._cut_at_string(q, n):
+                    reason = "stop"
+                if reason is not None:
+                    shard.finish(q, reason)
+                    if all(m.finish_reason for m in q.group.members):
+                        done.append(q.group)
+        return done
+
+    def _cut_at_string(self, q: Sample, new: int) -> bool:
+        """Cuts a sequence after the token that completes a stop string, if one of the new does."""
+        assert self._detokenize is not None
+        for end in range(len(q.tokens) - new + 1, len(q.tokens) + 1):
+            text = self._detokenize(q.tokens[:end])
+            if any(stop in text for stop in q.group.sampling.stop):
+                del q.tokens[end:], q.logp[end:], q.versions[end:]
+                return True
+        return False
+
+    def _responses(self, group: Group) -> list[Response]:
+        return [
+            Response(
+                prompt_index=group.index,
+                sample_index=q.sample,
+                tokens=np.asarray(q.tokens, np.int32),
+                logp=np.asarray(q.logp, np.float32),
+                finish_reason=str(q.finish_reason),
+                truncated=q.finish_reason == "length",
+                version=np.asarray(q.versions, np.int32),
+                routing=self._routing(group, q),
+            )
+            for q in group.members
+        ]
+
+    def _routing(self, group: Group, q: Sample) -> np.ndarray | None:
+        if not self.with_routing:
+            return None
+        layers, k = len(self.config.mixture_layers), self.config.top_k
+        parts = [p for p in (group.routing, *q.routing) if p is not None]
+        found = np.concatenate([np.zeros((0, layers, k), np.int32), *parts])
+        total = len(group.prompt) + len(q.tokens)
+        out = np.full((total, layers, k), -1, np.int32)
+        out[: total - 1] = found[: total - 1]
+        return out
+
+
+_WIDTH = 16  # least tokens of a prefill row
+_ROWS_LEAST = 8  # least rows of a prefill call
+
+_WHOLE = P()
+_POOL = P(None, meshes.BATCH_AXES)
+_ROWS = P(meshes.BATCH_AXES)
+
+
+def _bucket(n: int, least: int) -> int:
+    """The smallest power of two that is at least n and `least`."""
+    return max(least, 1 << (max(n, 1) - 1).bit_length())
+
+
+def generate(
+    params: models.Params,
+    config: ModelConfig,
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    num_generations: int,
+    sampling: SamplingParams,
+    seed: int = 0,
+    mesh: Mesh | None = None,
+    **engine: Any,
+) -> list[list[Response]]:
+    """Samples once, with an engine made for it; the groups come in the prompts' order.
+
+    Args:
+      params: The weights.
+      config: The model.
+      prompts: Token ids of each.
+      num_generations: Samples a prompt.
+      sampling: How to draw.
+      seed: Part of every random key.
+      mesh: Where to run; None: the default device.
+      **engine: Further arguments of `Engine`; `slots` and `max_length` fit the call by default.
+    """
+    longest = max((len(p) for p in prompts), default=1)
+    engine.setdefault("max_length", longest + sampling.max_tokens)
+    shards = meshes.batch_shards(mesh)
+    engine.setdefault("slots", shards * min(_bucket(len(prompts) * num_generations, 1), 64))
+    runner = Engine(config, mesh, **engine)
+    runner.load(params, version=0)
+    groups = runner.generate(prompts, num_generations, sampling, seed)
+    return sorted(groups, key=lambda g: g[0].prompt_index)

@@ -1,0 +1,207 @@
+"""Host-side plan of one data shard: who waits, who holds a slot, which pages are whose."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+
+import numpy as np
+
+from rljax.sampling.pages import PageAllocator
+from rljax.sampling.types import SamplingParams
+
+
+@dataclasses.dataclass(eq=False)
+class Group:
+    """A prompt and the samples that share its pages.
+
+    Attributes:
+      index: Place of the prompt in the call.
+      prompt: int32 [n].
+      sampling: How its responses are drawn.
+      key: seed, prompt id, draw.
+      pages: Pages of the prompt's first n-1 tokens, held while a member is decoding; the last of
+        them may be partly filled and is copied for each member that will write to it.
+      members: Its sequences.
+      routing: int32 [n-1, layers, k], of those tokens; None unless asked for.
+    """
+
+    index: int
+    prompt: np.ndarray
+    sampling: SamplingParams
+    key: tuple[int, int, int]
+    pages: list[int] | None = None
+    members: list[Sequence] = dataclasses.field(default_factory=list)
+    routing: np.ndarray | None = None
+
+    def idle(self) -> bool:
+        """Whether pages are held for nobody who decodes."""
+        return self.pages is not None and all(m.slot is None for m in self.members)
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """One response in the making.
+
+    Attributes:
+      order: Its place in the order of requests; the youngest has the highest.
+      group: The group it belongs to.
+      sample: Which of the group's samples.
+      limit: Most tokens it may draw.
+      tokens, logp, versions, routing: What was drawn so far.
+      slot: The slot it decodes in; None while it waits and when it is done.
+      pages: Its page table: shared pages first, then its own.
+      finish_reason: Set when it is done.
+    """
+
+    order: int
+    group: Group
+    sample: int
+    limit: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logp: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+    routing: list[np.ndarray] = dataclasses.field(default_factory=list)
+    slot: int | None = None
+    pages: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+
+    def __lt__(self, other: Sequence) -> bool:
+        return self.order < other.order
+
+    @property
+    def fed(self) -> int:
+        """How many tokens must be in the cache before its next decode step."""
+        return len(self.group.prompt) + len(self.tokens) - 1
+
+    @property
+    def last_token(self) -> int:
+        """The token that its next decode step feeds."""
+        return int(self.tokens[-1] if self.tokens else self.group.prompt[-1])
+
+
+@dataclasses.dataclass
+class Fill:
+    """Tokens to prefill: `tokens` from position `start` into the pages of `table`."""
+
+    tokens: np.ndarray
+    start: int
+    table: list[int]
+    owner: Group | Sequence
+
+
+class Shard:
+    """The slots, pages and queue of one data shard.
+
+    Every decision depends on the requests and their order alone, never on time.
+    """
+
+    def __init__(self, slots: int, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.pages = PageAllocator(num_pages)
+        self.slots: list[Sequence | None] = [None] * slots
+        self.waiting: list[Sequence] = []
+        self.put_back = 0
+
+    @property
+    def active(self) -> list[Sequence]:
+        """The sequences that hold a slot."""
+        return [s for s in self.slots if s is not None]
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def admit(self, chunk: int) -> tuple[list[Fill], list[tuple[int, int]]]:
+        """Gives free slots to waiting sequences in their order, as far as pages reach.
+
+        Returns:
+          What must be prefilled (prompts before continuations), and page copies (source, target)
+          to make after it.
+        """
+        prompts: list[Fill] = []
+        rest: list[Fill] = []
+        copies: list[tuple[int, int]] = []
+        while self.waiting and None in self.slots:
+            sequence = self.waiting[0]
+            group = sequence.group
+            shared_tokens = len(group.prompt) - 1
+            full = shared_tokens // self.page_size
+            partial = shared_tokens % self.page_size > 0
+            ahead = min(chunk, sequence.limit - len(sequence.tokens))
+            own = self._pages_for(sequence.fed + ahead) - full
+            prompt_pages = self._pages_for(shared_tokens) if group.pages is None else 0
+            taken = self.pages.take(own + prompt_pages)
+            if taken is None:
+                break
+            heapq.heappop(self.waiting)
+            if group.pages is None:
+                group.pages, taken = taken[:prompt_pages], taken[prompt_pages:]
+                if shared_tokens:
+                    prompts.append(Fill(group.prompt[:-1], 0, group.pages, group))
+            self.pages.share(group.pages[:full])
+            sequence.pages = group.pages[:full] + taken
+            sequence.slot = self.slots.index(None)
+            self.slots[sequence.slot] = sequence
+            if sequence.tokens:  # put back before: what it had drawn goes through again
+                start = full * self.page_size
+                tokens = np.concatenate([group.prompt, sequence.tokens])[start:-1]
+                rest.append(Fill(tokens.astype(np.int32), start, sequence.pages, sequence))
+            elif partial:
+                copies.append((group.pages[full], taken[0]))
+        return prompts + rest, copies
+
+    def grow(self, chunk: int) -> None:
+        """Gives each active sequence pages for the next chunk; where they run out, the youngest
+        sequence is put back to wait, keeping what it has drawn.
+        """
+        for sequence in sorted(self.active):
+            while sequence.slot is not None:
+                ahead = min(chunk, sequence.limit - len(sequence.tokens))
+                missing = self._pages_for(sequence.fed + ahead) - len(sequence.pages)
+                taken = self.pages.take(max(missing, 0))
+                if taken is not None:
+                    sequence.pages += taken
+                    break
+                if not self._reclaim():
+                    youngest = max(self.active)
+                    self._leave(youngest)
+                    heapq.heappush(self.waiting, youngest)
+                    self.put_back += 1
+
+    def _reclaim(self) -> bool:
+        """Frees prompt pages held for groups of which nobody decodes."""
+        for sequence in self.waiting:
+            if sequence.group.idle():
+                self._release_prompt(sequence.group)
+                return True
+        return False
+
+    def _release_prompt(self, group: Group) -> None:
+        if group.pages is not None:
+            self.pages.release(group.pages)
+            group.pages = None
+
+    def _leave(self, sequence: Sequence) -> None:
+        if sequence.slot is not None:
+            self.slots[sequence.slot] = None
+            sequence.slot = None
+        self.pages.release(sequence.pages)
+        sequence.pages = []
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """Takes a sequence out of its slot and frees its pages; the last one of a group frees
+        the prompt's.
+        """
+        sequence.finish_reason = reason
+        self._leave(sequence)
+        if all(m.finish_reason for m in sequence.group.members):
+            self._release_prompt(sequence.group)
+
+    def clear(self) -> None:
+        """Drops everything: all pages are free afterwards."""
+        groups = {id(s.group): s.group for s in [*self.active, *self.waiting]}
+        for sequence in self.active:
+            self._leave(sequence)
+        for group in groups.values():
+            self._release_prompt(group)
+        self.waiting = []

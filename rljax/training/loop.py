@@ -1,0 +1,324 @@
+"""The circle: sample, score, update, repeat, watch, save."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from rljax import losses as L
+from rljax import mesh as meshes
+from rljax.batch import Batch, Rows
+from rljax.config import Config
+from rljax.evals import evaluate
+from rljax.monitoring import LiveDisplay, compilations, plot_curves
+from rljax.rollouts import Collected, ScoredGroup, collect, make_batch
+from rljax.sampling import SamplingParams
+from rljax.training.setup import Run, freeze_reference, start
+from rljax.training.warmup import warm_up
+
+_log = logging.getLogger(__name__)
+
+Metrics = dict[str, Any]
+
+
+def train(
+    config: Config, preset: str = "custom", started: float | None = None
+) -> dict[str, Any]:
+    """Runs, or continues, a whole run.
+
+    Args:
+      config: What to do.
+      preset: Its name, for the run directory and the display.
+      started: `time.perf_counter()` of when the user began to wait; now by default.
+
+    Returns:
+      `eval_before`, `eval_after` (greedy held-out accuracy; None without held-out prompts),
+      `steps`, `seconds` (over all restarts) and `run_dir`; also written as result.json.
+    """
+    title = f"{preset}: {config.objective.objective} on {config.data.data}"
+    with start(config, preset, started) as run, LiveDisplay(config.run.steps, title) as display:
+        begin(run, display)
+        while not finished(run):
+            clock = Clock()
+            groups = sample(run, clock)  #            prompts -> responses -> rewards
+            batch = score(run, groups, clock)  #      the trainer's own log-probabilities
+            rows, stats = run.prepare(batch)  #       advantages, corrections, token weights
+            stats = learn(run, rows, stats, clock)  # losses -> gradients -> new weights
+            hand_over(run, clock)  #                  weights -> sampler
+            watch(run, display, groups, batch, stats, clock)
+        return finish(run, display)
+
+
+class Clock:
+    """Seconds of each part of one step, and numbers that are known by the way."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.values: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Adds the time of a block to a tag."""
+        began = time.perf_counter()
+        yield
+        self.values[name] = self.values.get(name, 0.0) + time.perf_counter() - began
+
+
+def begin(run: Run, display: LiveDisplay) -> None:
+    """What stands before the first step of a new run; a restored run has it behind it."""
+    if run.restored:
+        display.message(f"continuing {run.directory} after step {run.progress.step}")
+    else:
+        values: dict[str, float] = {}
+        if run.config.supervised.sft_target > 0:
+            values = warm_up(run, display.message)
+    freeze_reference(run)
+    run.engine.load(run.state.params, version=run.progress.step)
+    if not run.restored:
+        values |= held_out(run, sampled=True)
+        run.progress.eval_before = run.progress.eval_last
+        run.log.log(0, values)
+        display.update(0, values)
+        run.save()
+
+
+def finished(run: Run) -> bool:
+    """Whether all steps are done, or held-out accuracy has held at `stop_at`."""
+    return run.progress.step >= run.config.run.steps or run.progress.passed >= 2
+
+
+def sample(run: Run, clock: Clock) -> list[ScoredGroup]:
+    """Asks the policy, scores what it says, and fills a rollout batch."""
+    settings = run.config.rollout
+    found, run.progress.collect = collect(
+        run.engine,
+        run.prompts,
+        run.tokenizer,
+        run.scorer,
+        run.sampling,
+        run.progress.collect,
+        num_groups=settings.prompts_per_step,
+        num_generations=settings.num_generations,
+        seed=run.config.run.seed,
+        dynamic=settings.dynamic_sampling,
+        max_oversampling=settings.max_oversampling,
+        max_staleness=settings.max_staleness,
+    )
+    clock.values |= _account(found, settings.num_generations)
+    return found.groups
+
+
+def _account(found: Collected, num_generations: int) -> dict[str, float]:
+    values = {
+        "perf/rollout_s": found.sampling_seconds,
+        "perf/reward_s": found.scoring_seconds,
+        "group/oversampling": found.generated / max(len(found.groups) - found.reused, 1),
+        "staleness/dropped": float(found.dropped_stale * num_generations),
+    }
+    if found.generated > len(found.groups):
+        _log.info(
+            "dynamic sampling: %d groups generated, %d kept (%d from before), %d dropped as "
+            "degenerate, factor %.2f",
+            found.generated, len(found.groups) - found.filled, found.reused,
+            found.dropped_degenerate, values["group/oversampling"],
+        )
+    return values
+
+
+def score(run: Run, groups: list[ScoredGroup], clock: Clock) -> Batch:
+    """Lays the groups out as a batch and adds what the trainer itself says of their tokens."""
+    longest = run.config.data.max_prompt_length + run.config.rollout.max_completion_length
+    need = max(len(g.prompt.tokens) + len(r.tokens) for g in groups for r in g.responses)
+    batch: Batch = meshes.shard_rows(make_batch(groups, _length(need, longest)), run.mesh)
+    with clock.measure("perf/score_s"):
+        scores = run.score(run.state.params, batch)
+        routing = batch.routing
+        if run.config.rollout.routing_replay == "trainer":
+            routing = scores.routing
+        batch = batch.replace(old_logp=scores.logp, old_entropy=scores.entropy, routing=routing)
+        if run.reference is not None:
+            batch = batch.replace(ref_logp=run.score(run.reference, batch).logp)
+        if scores.router is not None:
+            clock.values |= scores.router.metrics()
+        jax.block_until_ready(batch.old_logp)
+    return batch
+
+
+def _length(need: int, longest: int) -> int:
+    """One of four lengths, so that few shapes are compiled."""
+    step = -(-longest // 4)
+    return min(-(-need // step) * step, longest)
+
+
+def learn(run: Run, rows: Rows, stats: Metrics, clock: Clock) -> Metrics:
+    """Updates on mini-batches that partition the rollout batch, `num_iterations` times over.
+
+    Raises:
+      FloatingPointError: Too many updates in a row had no finite gradient.
+    """
+    optimizer = run.config.optimizer
+    group = run.config.rollout.num_generations
+    total = rows.tokens.shape[0]
+    run.engine.unload(keep_pool=True)  # the update reuses the buffers that the sampler leased
+    found: list[Metrics] = []
+    with clock.measure("perf/update_s"):
+        for iteration in range(optimizer.num_iterations):
+            rng = np.random.default_rng([run.config.run.seed, 2, run.progress.step, iteration])
+            order = rng.permutation(total // group)[:, None] * group + np.arange(group)
+            for index in order.reshape(-1, optimizer.mini_batch_size).astype(np.int32):
+                part = run.minibatch(rows, index)
+                run.state, more, _ = run.update(run.state, part)
+                found.append(more)
+        skipped = int(run.state.skipped_in_row)
+    if skipped >= optimizer.max_skipped_updates:
+        raise FloatingPointError(
+            f"{skipped} updates in a row were skipped: no finite gradient, or no token with a "
+            "weight; lower learning_rate, or see which rewards and masks reach the loss"
+        )
+    return L.merge(stats, *found)
+
+
+def hand_over(run: Run, clock: Clock) -> None:
+    """Gives the sampler the new weights."""
+    run.progress.step += 1
+    with clock.measure("perf/sync_s"):
+        run.engine.load(run.state.params, version=run.progress.step)
+
+
+def watch(
+    run: Run,
+    display: LiveDisplay,
+    groups: list[ScoredGroup],
+    batch: Batch,
+    stats: Metrics,
+    clock: Clock,
+) -> None:
+    """Evaluates, logs, shows and saves, as far as it is time to."""
+    step, config = run.progress.step, run.config
+    values = L.finish(jax.device_get(stats)) | clock.values
+    seconds = time.perf_counter() - clock.started
+    tokens = float(np.sum(np.asarray(batch.completion_length)))
+    age = (step - 1) - np.asarray(batch.version)[np.asarray(batch.mask)]
+    values |= {
+        "perf/step_s": seconds,
+        "perf/tokens_per_s": tokens / seconds,
+        "perf/rollout_tokens_per_s": tokens / max(values["perf/rollout_s"], 1e-9),
+        "perf/compilations": float(compilations.count()),
+        "policy/lr": float(_learning_rate(run)),
+        "policy/skipped_updates": float(run.state.skipped),
+        "staleness/mean": float(age.mean()),
+        "staleness/max": float(age.max()),
+    }
+    values |= _memory()
+    if config.evals.eval_every and step % config.evals.eval_every == 0:
+        with clock.measure("perf/eval_s"):
+            values |= held_out(run)
+        values["perf/eval_s"] = clock.values["perf/eval_s"]
+    run.log.log(step, values)
+    run.log.samples(step, _samples(run, groups))
+    display.update(step, values)
+    if step % config.run.save_every == 0 or finished(run):
+        run.save()
+
+
+def _learning_rate(run: Run) -> float:
+    from rljax.training.state import warmed_up
+
+    settings = run.config.optimizer
+    done = max(int(run.state.step) - 1, 0)
+    return float(warmed_up(settings.learning_rate, settings.warmup_steps)(done))
+
+
+def _memory() -> dict[str, float]:
+    peaks = [(d.memory_stats() or {}).get("peak_bytes_in_use") for d in jax.local_devices()]
+    known = [p for p in peaks if p is not None]
+    return {"perf/device_memory_gb": max(known) / 1e9} if known else {}
+
+
+def _samples(run: Run, groups: list[ScoredGroup]) -> list[dict[str, Any]]:
+    """One response each of the first groups."""
+    return [
+        {
+            "prompt": g.prompt.text,
+            "answer": g.prompt.columns.get("answer"),
+            "completion": g.texts[0],
+            "reward": float(g.rewards[0]),
+            "score": float(g.scores[0]),
+            "valid": bool(g.valid[0]),
+            "tokens": len(g.responses[0].tokens),
+            "finish_reason": g.responses[0].finish_reason,
+        }
+        for g in groups[: run.config.run.log_samples]
+    ]
+
+
+def held_out(run: Run, sampled: bool = False) -> dict[str, float]:
+    """Evaluates on held-out prompts: greedy, and by samples where `eval_k` asks for it.
+
+    Every evaluation draws with the same keys, so that two of them compare weights, not luck.
+    """
+    if not run.held_out:
+        return {}
+    settings, progress = run.config.evals, run.progress
+    greedy = dataclasses.replace(run.sampling, temperature=0.0)
+    ask = {"seed": run.config.run.seed + 1, "task": _task_name(run.config)}
+    values = evaluate(
+        run.engine, run.held_out, run.scorer, run.tokenizer, greedy, 1, **ask
+    )
+    accuracy = values[f"eval/{ask['task']}/greedy"]
+    progress.eval_last, progress.eval_step = accuracy, progress.step
+    progress.best = max(accuracy, progress.best or 0.0)
+    reached = 0 < settings.stop_at <= accuracy
+    progress.passed = progress.passed + 1 if reached else 0
+    if sampled and settings.eval_k:
+        drawn = SamplingParams(
+            max_tokens=run.sampling.max_tokens,
+            temperature=settings.eval_temperature,
+            top_p=settings.eval_top_p,
+            stop_token_ids=run.sampling.stop_token_ids,
+        )
+        values |= evaluate(
+            run.engine, run.held_out, run.scorer, run.tokenizer, drawn, settings.eval_k, **ask
+        )
+    return values
+
+
+def _task_name(config: Config) -> str:
+    source = config.data.eval_data or config.data.data
+    return source.rstrip("/").split("/")[-1].split(".")[0]
+
+
+def finish(run: Run, display: LiveDisplay) -> dict[str, Any]:
+    """Evaluates and saves what is not yet, draws the curves, and says where everything lies."""
+    progress = run.progress
+    place = run.directory / "result.json"
+    if not (run.restored and place.exists() and json.loads(place.read_text())["steps"]
+            == progress.step):
+        passed = progress.passed
+        if progress.eval_step != progress.step or run.config.evals.eval_k:
+            run.log.log(progress.step, held_out(run, sampled=True))
+        progress.passed = passed  # an evaluation for the record does not count towards stopping
+        if progress.step not in run.checkpoints.steps:
+            run.save()
+        result = {
+            "eval_before": progress.eval_before,
+            "eval_after": progress.eval_last,
+            "steps": progress.step,
+            "seconds": round(run.seconds, 1),
+            "run_dir": str(run.directory),
+        }
+        plot_curves(run.directory)
+        place.write_text(json.dumps(result) + "\n")
+    display.message(
+        f"{run.directory} holds metrics.jsonl, samples.jsonl, TensorBoard events, curves.png and "
+        "checkpoints/"
+    )
+    return json.loads(place.read_text())

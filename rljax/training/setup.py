@@ -1,0 +1,395 @@
+"""From a configuration to the parts of a run, new or restored."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import platform
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from rljax import losses as L
+from rljax import mesh as meshes
+from rljax import models
+from rljax.config import Config
+from rljax.data import (
+    TASKS,
+    CharTokenizer,
+    Prompt,
+    PromptStream,
+    Tokenizer,
+    find_smollm2,
+    load_prompts,
+    load_rows,
+    load_tokenizer,
+)
+from rljax.models import ModelConfig, Params
+from rljax.monitoring import MetricsLog
+from rljax.rewards import Scorer
+from rljax.rollouts import CollectState
+from rljax.sampling import Engine, SamplingParams
+from rljax.training import state as states
+from rljax.training import update as updates
+from rljax.training.checkpoints import Checkpoints, load_reference, save_reference
+from rljax.training.state import TrainState
+
+_log = logging.getLogger(__name__)
+
+_MAY_CHANGE = (
+    "run.steps", "run.run_dir", "run.resume", "run.save_every", "run.keep_checkpoints",
+    "run.log_samples", "optimizer.micro_batch_size", "optimizer.max_skipped_updates",
+    "rewards.reward_timeout", "evals.stop_at",
+)  # fmt: skip
+
+
+@dataclasses.dataclass
+class Progress:
+    """What the host knows of a run beside the train state; part of every checkpoint.
+
+    Attributes:
+      step: Rollout batches trained on.
+      seconds: Time spent so far, over all restarts.
+      eval_before: Greedy held-out accuracy before the first step; None: not evaluated.
+      eval_last: The newest greedy held-out accuracy.
+      eval_step: The step of it.
+      best: The best greedy held-out accuracy.
+      passed: Evaluations in a row at or above `stop_at`.
+      collect: What dynamic sampling remembers.
+      data: Position of the prompt stream.
+    """
+
+    step: int = 0
+    seconds: float = 0.0
+    eval_before: float | None = None
+    eval_last: float | None = None
+    eval_step: int = -1
+    best: float | None = None
+    passed: int = 0
+    collect: CollectState = dataclasses.field(default_factory=CollectState)
+    data: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**fields, "collect": self.collect.to_json()}
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> Progress:
+        """The inverse of `to_json`."""
+        return cls(**{**saved, "collect": CollectState.from_json(saved["collect"])})
+
+
+@dataclasses.dataclass
+class Run:
+    """The parts of a run; `progress` and `state` are what changes from step to step."""
+
+    config: Config
+    directory: Path
+    mesh: Mesh
+    model: ModelConfig
+    tokenizer: Tokenizer
+    prompts: PromptStream
+    held_out: list[Prompt]
+    validation: list[Prompt]
+    scorer: Scorer
+    engine: Engine
+    sampling: SamplingParams
+    objective: L.Objective
+    prepare: Callable[..., Any]
+    minibatch: Callable[..., Any]
+    score: Callable[..., updates.Scores]
+    update: Callable[..., Any]
+    checkpoints: Checkpoints
+    log: MetricsLog
+    state: TrainState
+    reference: Params | None
+    progress: Progress
+    restored: bool
+    started: float
+
+    @property
+    def seconds(self) -> float:
+        """Time spent so far, over all restarts."""
+        return self.progress.seconds + time.perf_counter() - self.started
+
+    def save(self) -> None:
+        """Writes a checkpoint of this moment."""
+        self.progress.data = self.prompts.get_state()
+        saved = dataclasses.replace(self.progress, seconds=self.seconds)
+        self.checkpoints.save(self.progress.step, self.state, saved.to_json())
+
+
+@contextlib.contextmanager
+def start(config: Config, preset: str = "custom", started: float | None = None) -> Iterator[Run]:
+    """Builds a run, or restores the one that its directory holds.
+
+    Args:
+      config: The configuration.
+      preset: Its name, for the directory's.
+      started: `time.perf_counter()` of when the user began to wait; now by default.
+
+    Raises:
+      ValueError: Something in the configuration cannot be had or does not fit; one line.
+      FileNotFoundError: A file does not exist.
+    """
+    config.check()
+    started = time.perf_counter() if started is None else started
+    directory = Path(config.run.run_dir or f"runs/{preset}-seed{config.run.seed}")
+    _claim(directory, config, preset)
+    mesh = meshes.from_flags(config.model.mesh)
+    policy = _Policy.open(config, mesh)
+    settings, data = config.rollout, config.data
+    columns = {
+        "question_column": data.question_column or None,
+        "answer_column": data.answer_column or None,
+    }
+    prompts = PromptStream(
+        data.data, policy.tokenizer, data.template, config.run.seed, data.max_prompt_length,
+        **columns,
+    )
+    held_out, validation = _held_out(config, policy.tokenizer, columns)
+    functions, weights = config.rewards.rewards, config.rewards.reward_weights
+    with contextlib.ExitStack() as stack:
+        scorer = stack.enter_context(
+            Scorer(functions, weights or None, config.rewards.reward_timeout)
+        )
+        scorer.check(prompts.prompts[0].columns)
+        engine = Engine(
+            policy.model,
+            mesh,
+            slots=settings.slots,
+            page_size=settings.page_size,
+            num_pages=settings.num_pages or None,
+            max_length=data.max_prompt_length + settings.max_completion_length,
+            chunk=settings.decode_chunk,
+            stop_ids=max(len(policy.tokenizer.end_ids), 1),
+            with_routing=policy.model.top_k > 0,
+            detokenize=policy.tokenizer.decode,
+        )
+        objective = make_objective(config)
+        optimizer = states.make_optimizer(config.optimizer)
+        checkpoints = Checkpoints(directory / "checkpoints", config.run.keep_checkpoints)
+        stack.callback(checkpoints.close)
+        found = checkpoints.restore(states.abstract(policy.model, optimizer, mesh))
+        if found is None:
+            state = states.create(policy.initial(mesh), optimizer, mesh)
+            progress = Progress()
+        else:
+            _, state, host = found
+            progress = Progress.from_json(host)
+            prompts.set_state(progress.data)
+            _log.info("resumed %s at step %d", directory, progress.step)
+        log = stack.enter_context(
+            MetricsLog(directory, None if found is None else progress.step)
+        )
+        shards = meshes.batch_shards(mesh)
+        rollout_rows = settings.prompts_per_step * settings.num_generations
+        shared = {
+            "temperature": settings.temperature,
+            "most_wanted": settings.max_completion_length,
+        }
+        run = Run(
+            config=config,
+            directory=directory,
+            mesh=mesh,
+            model=policy.model,
+            tokenizer=policy.tokenizer,
+            prompts=prompts,
+            held_out=held_out,
+            validation=validation,
+            scorer=scorer,
+            engine=engine,
+            sampling=SamplingParams(
+                max_tokens=settings.max_completion_length,
+                temperature=settings.temperature,
+                stop_token_ids=tuple(policy.tokenizer.end_ids),
+            ),
+            objective=objective,
+            prepare=jax.jit(objective.prepare),
+            minibatch=jax.jit(objective.minibatch),
+            score=updates.make_score(
+                policy.model,
+                **shared,
+                parts=updates.micro_batches(
+                    rollout_rows, shards, config.optimizer.micro_batch_size
+                ),
+                replay=settings.routing_replay == "sampler",
+            ),
+            update=updates.make_update(
+                policy.model,
+                objective,
+                optimizer,
+                **shared,
+                parts=updates.micro_batches(
+                    config.optimizer.mini_batch_size, shards, config.optimizer.micro_batch_size
+                ),
+                replay=settings.routing_replay != "none",
+            ),
+            checkpoints=checkpoints,
+            log=log,
+            state=state,
+            reference=None,
+            progress=progress,
+            restored=found is not None,
+            started=started,
+        )
+        stack.enter_context(jax.set_mesh(mesh))
+        yield run
+
+
+def freeze_reference(run: Run) -> None:
+    """Keeps the policy as it stands as the frozen reference, where the objective asks for one.
+
+    It is written to the run directory once and read back on resume.
+    """
+    if "ref" not in run.objective.needs:
+        return
+    place = run.directory / "reference"
+    if not run.restored and run.progress.step == 0 and not place.exists():
+        save_reference(place, run.state.params)
+    target = models.abstract(run.model, mesh=run.mesh)
+    run.reference = load_reference(place, target)
+
+
+def make_objective(config: Config) -> L.Objective:
+    """The named objective with the settings that were given.
+
+    Raises:
+      ValueError: A setting was given that the objective does not take.
+    """
+    import inspect
+
+    chosen = config.objective
+    build = getattr(L, chosen.objective)
+    taken = inspect.signature(build).parameters
+    given = {
+        f.name: value
+        for f in dataclasses.fields(chosen)
+        if f.name not in ("objective", "truncated_is")
+        and (value := getattr(chosen, f.name)) is not None
+    }
+    for name in given:
+        if name not in taken:
+            raise ValueError(
+                f"{name}={given[name]} means nothing to objective={chosen.objective}; leave it "
+                f"out, or choose an objective that takes it ({chosen.objective} takes "
+                f"{', '.join(taken)})"
+            )
+    longest = config.rollout.max_completion_length
+    if chosen.objective == "dapo":
+        given.setdefault("overlong_max", longest)
+        if given["overlong_max"] > longest:
+            raise ValueError(
+                f"overlong_max={given['overlong_max']} is longer than max_completion_length="
+                f"{longest}; no response could reach it"
+            )
+        given.setdefault("overlong_cache", max(given["overlong_max"] // 5, 1))
+    if chosen.objective == "dr_grpo":
+        given["length"] = longest
+    objective = build(**given)
+    if chosen.truncated_is is not None:
+        correction = L.truncated_is(cap=chosen.truncated_is)
+        objective = dataclasses.replace(
+            objective, corrections=(*objective.corrections, correction)
+        )
+    return objective
+
+
+@dataclasses.dataclass(frozen=True)
+class _Policy:
+    """The model's description, its tokenizer, and how its first weights come about."""
+
+    model: ModelConfig
+    tokenizer: Tokenizer
+    initial: Callable[[Mesh], Params]
+
+    @classmethod
+    def open(cls, config: Config, mesh: Mesh) -> _Policy:
+        name, dtype = config.model.model, config.model.compute_dtype
+        path = find_smollm2() if name == "smollm2" else Path(name)
+        if path.exists():
+            tokenizer = load_tokenizer(path)
+            model, params = models.from_pretrained(path, jnp.float32, mesh, compute_dtype=dtype)
+            model = dataclasses.replace(model, remat=config.model.remat)
+            return cls(model, tokenizer, lambda _: params)
+        if name not in models.PRESETS:
+            raise ValueError(
+                f"model={name!r} is neither a folder or .gguf file nor one of smollm2, "
+                f"{', '.join(models.PRESETS)}; mend the path"
+            )
+        tokenizer = CharTokenizer(_alphabet(config))
+        model = dataclasses.replace(
+            models.PRESETS[name](tokenizer.vocab_size), dtype=dtype, remat=config.model.remat
+        )
+        key = jax.random.key(config.run.seed)
+        return cls(model, tokenizer, lambda mesh: models.init(key, model, mesh=mesh))
+
+
+def _alphabet(config: Config) -> str:
+    """The characters of the training data: what a model from random weights must know."""
+    rows = load_rows(config.data.data, "train")
+    return "".join(sorted({c for row in rows for value in row.values() for c in str(value)}))
+
+
+def _held_out(
+    config: Config, tokenizer: Tokenizer, columns: dict[str, str | None]
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Held-out and validation prompts, as far as there are any."""
+    data = config.data
+
+    def load(source: str, split: str) -> list[Prompt]:
+        return load_prompts(
+            source, tokenizer, data.template, split=split,
+            max_prompt_length=data.max_prompt_length, **columns,
+        )
+
+    generated = data.data in TASKS
+    held_out = []
+    if data.eval_data or generated or Path(data.data).is_dir():
+        held_out = load(data.eval_data or data.data, "test")
+    most = config.evals.eval_prompts
+    validation = load(data.data, "validation") if generated else []
+    return held_out[:most] if most else held_out, validation
+
+
+def _claim(directory: Path, config: Config, preset: str) -> None:
+    """Writes the configuration into a new run directory, or refuses one that holds another run."""
+    file = directory / "config.json"
+    resume = config.run.resume
+    if not file.exists():
+        if resume == "must":
+            raise ValueError(f"resume=must, but {directory} holds no run; check run_dir")
+        directory.mkdir(parents=True, exist_ok=True)
+        versions = {
+            name: metadata.version(name) for name in ("rljax", "jax", "jaxlib", "flax", "optax")
+        }
+        record = {
+            "preset": preset,
+            "config": dataclasses.asdict(config),
+            "versions": {"python": platform.python_version(), **versions},
+        }
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(record, indent=2) + "\n")
+        temporary.rename(file)
+        return
+    if resume == "never":
+        raise ValueError(f"resume=never, but {directory} holds a run; choose another run_dir")
+    saved = json.loads(file.read_text())["config"]
+    now = json.loads(json.dumps(dataclasses.asdict(config)))
+    for part, fields in now.items():
+        for name, value in fields.items():
+            old = saved.get(part, {}).get(name)
+            if old != value and f"{part}.{name}" not in _MAY_CHANGE:
+                raise ValueError(
+                    f"{directory} holds a run with {name}={old!r}, got {value!r}; choose another "
+                    "run_dir, or give the old value to continue it"
+                )

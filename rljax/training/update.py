@@ -1,0 +1,250 @@
+"""The trainer's programs on the device: scoring a batch, and one optimizer step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jaxtyping import Array, Float
+
+from rljax import losses as L
+from rljax import models
+from rljax.batch import Batch, Rows
+from rljax.models import ModelConfig, Params
+from rljax.training.state import TrainState
+
+
+@struct.dataclass
+class RouterSums:
+    """What the routers did, summed over tokens, so that micro-batches add.
+
+    Attributes:
+      load: float32 [layers, E], tokens given to each expert.
+      entropy: float32 [layers], nats, summed over tokens.
+      flips: float32 [layers], tokens whose own experts differ from the sampler's.
+      tokens: float32, tokens counted.
+    """
+
+    load: Float[Array, "layers E"]
+    entropy: Float[Array, " layers"]
+    flips: Float[Array, " layers"]
+    tokens: Float[Array, ""]
+
+    def metrics(self) -> dict[str, float]:
+        """Under the names of the tag table."""
+        load, entropy, flips, tokens = jax.tree.map(
+            jax.device_get, (self.load, self.entropy, self.flips, self.tokens)
+        )
+        if not tokens:
+            return {}
+        over_mean = load.max(1) / load.mean(1)
+        values = {
+            "moe/load_max_over_mean": float(over_mean.mean()),
+            "moe/router_entropy": float(entropy.mean() / tokens),
+            "mismatch/routing_flip_frac": float(flips.mean() / tokens),
+        }
+        for i, share in enumerate(load.max(1) / load.sum(1)):
+            values[f"moe/expert_{i}_load"] = float(share)
+        return values
+
+
+@struct.dataclass
+class Scores:
+    """What the trainer's own pass over a batch gives.
+
+    Attributes:
+      logp: float32 [B, T], 0 outside the mask.
+      entropy: float32 [B, T], nats.
+      routing: int32 [B, T, layers, k], the experts it used; None for a dense model.
+      router: Sums over the routers; None for a dense model.
+    """
+
+    logp: Float[Array, "B T"]
+    entropy: Float[Array, "B T"]
+    routing: Array | None
+    router: RouterSums | None
+
+
+def _sums(router: models.RouterOutputs | None, other: Array | None, counted: Array) -> Any:
+    """Router sums; flips against another routing where that is known and was not replayed."""
+    if router is None:
+        return None
+    flips = router.flips
+    if other is not None:
+        known = counted & (other[..., 0, 0] >= 0)
+        differ = jnp.any(jnp.sort(router.experts, -1) != jnp.sort(other, -1), axis=-1)
+        flips = flips + jnp.sum((known[..., None] & differ).astype(jnp.float32), axis=(0, 1))
+    return RouterSums(router.load, router.entropy, flips, router.tokens)
+
+
+def _cut(tree: Any, parts: int) -> Any:
+    """[R, ...] to [parts, R / parts, ...], taking rows in turn so that no row changes device."""
+    return jax.tree.map(
+        lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), tree
+    )
+
+
+def micro_batches(rows: int, shards: int, micro_batch_size: int) -> int:
+    """Into how many micro-batches `rows` are cut, `micro_batch_size` rows a device at most.
+
+    Raises:
+      ValueError: The rows do not divide.
+    """
+    if rows % shards:
+        raise ValueError(
+            f"{rows} responses of an update do not divide over data×fsdp = {shards} devices; "
+            "change mini_batch_size or the mesh"
+        )
+    each = rows // shards
+    if not micro_batch_size or micro_batch_size >= each:
+        return 1
+    if each % micro_batch_size:
+        raise ValueError(
+            f"micro_batch_size={micro_batch_size} must divide the {each} responses a device has "
+            "of an update; choose one of their divisors"
+        )
+    return each // micro_batch_size
+
+
+def make_score(
+    config: ModelConfig,
+    *,
+    temperature: float,
+    most_wanted: int,
+    parts: int = 1,
+    replay: bool = False,
+) -> Callable[[Params, Batch], Scores]:
+    """The jitted pass that gives the log-probabilities of a batch's own tokens.
+
+    Args:
+      config: The model.
+      temperature: Divides the logits, as in sampling.
+      most_wanted: A bound on a response's tokens.
+      parts: How many pieces the batch is cut into, for memory.
+      replay: Whether the sampler's routing is used.
+    """
+
+    def piece(params: Params, batch: Batch) -> Scores:
+        logp, entropy, router = models.score_tokens(
+            params, config, batch.tokens, batch.positions, batch.segments,
+            temperature=temperature,
+            routing=batch.routing if replay else None,
+            wanted=batch.mask,
+            most_wanted=most_wanted,
+        )
+        sums = _sums(router, None if replay else batch.routing, batch.segments > 0)
+        return Scores(logp, entropy, None if router is None else router.experts, sums)
+
+    @jax.jit
+    def score(params: Params, batch: Batch) -> Scores:
+        batch = Batch(
+            tokens=batch.tokens, mask=batch.mask, group=batch.group, rewards=batch.rewards,
+            positions=batch.positions, segments=batch.segments, routing=batch.routing,
+        )
+        if parts == 1:
+            return piece(params, batch)
+        found = jax.lax.map(functools.partial(piece, params), _cut(batch, parts))
+
+        def join(x: Array) -> Array:
+            return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+
+        return Scores(
+            logp=join(found.logp),
+            entropy=join(found.entropy),
+            routing=None if found.routing is None else join(found.routing),
+            router=jax.tree.map(lambda x: x.sum(0), found.router),
+        )
+
+    return score
+
+
+def make_update(
+    config: ModelConfig,
+    objective: L.Objective,
+    optimizer: optax.GradientTransformation,
+    *,
+    temperature: float,
+    most_wanted: int,
+    parts: int = 1,
+    replay: bool = False,
+) -> Callable[[TrainState, Rows], tuple[TrainState, dict[str, Any], RouterSums | None]]:
+    """One optimizer step as one jitted function; the state is donated.
+
+    The loss is a sum over tokens whose weights were fixed from all rows of the step, so the
+    gradients of micro-batches are added and nothing is divided.
+
+    Args:
+      config: The model.
+      objective: What is minimised.
+      optimizer: How.
+      temperature: Divides the logits, as in sampling.
+      most_wanted: A bound on a row's own tokens.
+      parts: Micro-batches the rows are cut into.
+      replay: Whether `Rows.routing` is replayed.
+
+    Returns:
+      (state, rows) -> (state, mergeable metrics, router sums).
+    """
+
+    def loss(params: Params, rows: Rows) -> tuple[Array, tuple[dict[str, Any], Any]]:
+        logp, entropy, router = models.score_tokens(
+            params, config, rows.tokens, rows.positions, rows.segments,
+            temperature=temperature,
+            routing=rows.routing if replay else None,
+            wanted=rows.mask,
+            most_wanted=most_wanted,
+        )
+        value, stats = objective.loss(L.PolicyOutputs(logp, entropy=entropy), rows)
+        return value, (stats, _sums(router, None, rows.segments > 0))
+
+    gradient = jax.value_and_grad(loss, has_aux=True)
+
+    def accumulate(params: Params, rows: Rows) -> tuple[Array, Params, dict[str, Any], Any]:
+        if parts == 1:
+            (value, (stats, sums)), grads = gradient(params, rows)
+            return value, grads, stats, sums
+
+        def add(total: tuple[Array, Params], micro: Rows) -> tuple[tuple[Array, Params], Any]:
+            (value, aux), grads = gradient(params, micro)
+            return jax.tree.map(jnp.add, total, (value, grads)), aux
+
+        zero = jax.tree.map(jnp.zeros_like, params)
+        (value, grads), (stats, sums) = jax.lax.scan(
+            add, (jnp.float32(0), zero), _cut(rows, parts)
+        )
+        each = [jax.tree.map(lambda x, i=i: x[i], stats) for i in range(parts)]
+        return value, grads, L.merge(*each), jax.tree.map(lambda x: x.sum(0), sums)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def update(state: TrainState, rows: Rows) -> tuple[TrainState, dict[str, Any], Any]:
+        value, grads, stats, sums = accumulate(state.params, rows)
+        norm = optax.global_norm(grads)
+        some = jnp.any(rows.weights != 0)
+        good = jnp.isfinite(norm) & jnp.isfinite(value) & some
+        changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, changes)
+
+        def choose(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
+
+        state = TrainState(
+            step=state.step + 1,
+            params=choose(params, state.params),
+            opt_state=choose(opt_state, state.opt_state),
+            skipped=state.skipped + ~good,
+            skipped_in_row=jnp.where(good, 0, state.skipped_in_row + 1),
+        )
+        one = jnp.float32(1)
+        stats = {
+            **stats,
+            "policy/loss": L.Mean(value, one),
+            "policy/grad_norm": L.Mean(norm, one),
+        }
+        return state, stats, sums
+
+    return update

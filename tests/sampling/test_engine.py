@@ -1,0 +1,252 @@
+"""The engine: exact against the full forward pass, whatever the schedule."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax import mesh as meshes
+from rljax import models
+from rljax.monitoring import compilations
+from rljax.sampling import Engine, SamplingParams, generate
+
+SAMPLING = SamplingParams(max_tokens=13, temperature=0.7, stop_token_ids=(1,))
+
+
+def make_engine(model, **kwargs):
+    config, params = model
+    options = {"slots": 8, "page_size": 4, "max_length": 32, "chunk": 4} | kwargs
+    engine = Engine(config, **options)
+    engine.load(params, version=0)
+    return engine
+
+
+def run(engine, prompts, g=3, sampling=SAMPLING, **kwargs):
+    groups = list(engine.generate(prompts, g, sampling, **kwargs))
+    return {(r.prompt_index, r.sample_index): r for group in groups for r in group}
+
+
+def trainer_logp(model, prompt, response, temperature, routing=None):
+    config, params = model
+    tokens = np.zeros((1, 32), np.int32)
+    n = len(prompt) + len(response.tokens)
+    tokens[0, :n] = np.concatenate([prompt, response.tokens])
+    segments = (np.arange(32) < n).astype(np.int32)[None]
+    replay = None
+    if routing is not None:
+        replay = np.full((1, 32, *routing.shape[1:]), -1, np.int32)
+        replay[0, :n] = routing
+    logp, _, router = _score(params, config, tokens, segments, replay, temperature)
+    return np.asarray(logp)[0, len(prompt) : n], router
+
+
+_score = jax.jit(
+    lambda params, config, tokens, segments, routing, temperature: models.score_tokens(
+        params, config, tokens, None, segments, temperature=temperature, routing=routing
+    ),
+    static_argnums=1,
+)
+
+
+@pytest.mark.smoke
+def test_logprobs_equal_the_trainers_on_a_dense_model(dense, prompts):
+    engine = make_engine(dense)
+    found = run(engine, prompts)
+    worst = 0.0
+    for (p, _), response in found.items():
+        expected, _ = trainer_logp(dense, prompts[p], response, 0.7)
+        worst = max(worst, np.abs(expected - response.logp).max())
+    assert worst < 1e-5
+    assert len(found) == len(prompts) * 3
+    assert engine.free_pages == 2 * 8 * 8
+
+
+def test_logprobs_equal_the_trainers_on_a_mixture_with_routing_replayed(mixture, prompts):
+    found = run(make_engine(mixture, with_routing=True), prompts)
+    worst, flips, tokens = 0.0, 0.0, 0.0
+    for (p, _), response in found.items():
+        assert (response.routing[:-1] >= 0).all() and (response.routing[-1] == -1).all()
+        expected, router = trainer_logp(mixture, prompts[p], response, 0.7, response.routing)
+        worst = max(worst, np.abs(expected - response.logp).max())
+        flips, tokens = flips + float(router.flips.sum()), tokens + float(router.tokens)
+    assert worst < 1e-5
+    assert flips / tokens < 0.01  # reported apart, at every step of a run
+
+
+def test_greedy_is_the_argmax_of_the_full_forward(dense, prompts):
+    found = run(
+        make_engine(dense), prompts, 1, SamplingParams(max_tokens=9, temperature=0.0)
+    )
+    config, params = dense
+    for (p, _), response in found.items():
+        tokens = np.concatenate([prompts[p], response.tokens])[None]
+        logits = models.logits(params, config, np.pad(tokens, ((0, 0), (0, 32 - tokens.shape[1]))))
+        n = len(prompts[p])
+        expected = np.asarray(jnp.argmax(logits[0, n - 1 : n + 8], axis=-1))
+        np.testing.assert_array_equal(response.tokens, expected)
+
+
+def test_order_and_neighbours_change_no_bit(mixture, prompts):
+    engine = make_engine(mixture, chunk=16, prefill_tokens=128)
+    ids = list(range(len(prompts)))
+    first = run(engine, prompts, prompt_ids=ids, draws=[0] * 6)
+    order = [4, 2, 5, 0, 3, 1]
+    again = run(engine, [prompts[i] for i in order], prompt_ids=order, draws=[0] * 6)
+    for place, original in enumerate(order):
+        for k in range(3):
+            a, b = first[original, k], again[place, k]
+            np.testing.assert_array_equal(a.tokens, b.tokens)
+            np.testing.assert_allclose(a.logp, b.logp, atol=1e-6)
+
+
+def test_put_back_sequences_go_on_where_they_were(mixture, prompts):
+    roomy = run(make_engine(mixture, with_routing=True), prompts)
+    tight = make_engine(mixture, num_pages=11, with_routing=True)
+    found = run(tight, prompts)
+    assert tight.put_back > 0
+    assert tight.free_pages == 11
+    for key, response in roomy.items():
+        np.testing.assert_array_equal(response.tokens, found[key].tokens)
+        np.testing.assert_allclose(response.logp, found[key].logp, atol=1e-5)
+        np.testing.assert_array_equal(response.routing, found[key].routing)
+
+
+def test_slots_do_not_matter(dense, prompts):
+    few, many = run(make_engine(dense, slots=2), prompts), run(make_engine(dense), prompts)
+    for key, response in few.items():
+        np.testing.assert_array_equal(response.tokens, many[key].tokens)
+        np.testing.assert_allclose(response.logp, many[key].logp, atol=1e-5)
+
+
+@pytest.mark.parametrize("data,fsdp", [(2, 1), (2, 4)])
+def test_a_mesh_gives_the_same(mixture, prompts, data, fsdp):
+    mesh = meshes.make(data=data, fsdp=fsdp, devices=jax.devices()[: data * fsdp])
+    engine = make_engine(mixture, mesh=mesh, num_pages=16 * data * fsdp)
+    sharded, plain = run(engine, prompts), run(make_engine(mixture), prompts)
+    for key, response in plain.items():
+        np.testing.assert_array_equal(response.tokens, sharded[key].tokens)
+        np.testing.assert_allclose(response.logp, sharded[key].logp, atol=1e-5)
+
+
+def test_a_prompt_is_prefilled_once_and_its_full_pages_are_shared(dense):
+    engine = make_engine(dense, chunk=4)
+    prompt = np.arange(2, 19)  # 16 tokens to prefill: 4 full pages
+    groups = engine.generate([prompt], 4, SamplingParams(max_tokens=4))
+    shard = engine._plan[0]
+    seen = []
+    take = shard.pages.take
+    shard.pages.take = lambda n: seen.append(n) or take(n)
+    next(groups)
+    assert sum(seen) == 4 + 4 * 1  # the prompt's pages once, one page of its own for each sample
+
+
+def test_end_tokens_limits_and_edges(dense):
+    engine = make_engine(dense, max_length=16)
+    every_id = tuple(range(8))  # the pad id 0 among them, for good measure
+    sampling = SamplingParams(max_tokens=10, stop_token_ids=every_id, temperature=2.0)
+    found = run(engine, [np.array([5]), np.arange(2, 17)], 8, sampling)
+    for (p, _), response in found.items():
+        ends = np.isin(response.tokens, every_id)
+        assert not ends[:-1].any()
+        assert response.finish_reason == ("stop" if ends[-1] else "length")
+        assert response.truncated == (not ends[-1])
+        if p == 1:  # 15 tokens of 16: room for exactly one
+            assert len(response.tokens) == 1
+    assert any(not r.truncated for r in found.values())
+    assert any(len(r.tokens) > 1 for r in found.values())
+    with_pad = run(engine, [np.array([5])], 8, SamplingParams(max_tokens=10, temperature=5.0))
+    assert any((r.tokens == 0).any() for r in with_pad.values())
+
+
+def test_stop_strings_end_a_response_after_the_token_that_completes_one(dense):
+    engine = make_engine(dense, detokenize=lambda ids: "".join(chr(97 + i) for i in ids))
+    plain = run(engine, [np.array([5])], 4, SamplingParams(max_tokens=12), draws=[0])
+    text = "".join(chr(97 + i) for i in plain[0, 0].tokens)
+    sampling = SamplingParams(max_tokens=12, stop=(text[4:6],))
+    cut = run(engine, [np.array([5])], 4, sampling, draws=[0])[0, 0]
+    end = text.index(text[4:6]) + 2
+    np.testing.assert_array_equal(cut.tokens, plain[0, 0].tokens[:end])
+    assert (cut.finish_reason, cut.truncated) == ("stop", False)
+
+
+def test_samples_differ_and_so_do_draws_but_seeds_repeat(dense):
+    engine = make_engine(dense)
+    first = run(engine, [np.array([5, 6])] * 2, 4, prompt_ids=[7, 8])
+    texts = {tuple(r.tokens) for r in first.values()}
+    assert len(texts) == 8
+    asked_again = run(engine, [np.array([5, 6])], 4, prompt_ids=[7])
+    assert not texts & {tuple(r.tokens) for r in asked_again.values()}
+    repeated = run(engine, [np.array([5, 6])], 4, prompt_ids=[7], draws=[0])
+    assert {tuple(r.tokens) for r in repeated.values()} < texts
+    other_seed = run(engine, [np.array([5, 6])], 4, prompt_ids=[7], draws=[0], seed=1)
+    assert not texts & {tuple(r.tokens) for r in other_seed.values()}
+
+
+def test_the_weights_are_the_trainers_own_buffers(dense):
+    _, params = dense
+    engine = make_engine(dense)
+    ours, theirs = jax.tree.leaves(engine._params), jax.tree.leaves(params)
+    pointers = [x.unsafe_buffer_pointer() for x in ours]
+    assert pointers == [x.unsafe_buffer_pointer() for x in theirs]
+
+
+def test_responses_carry_the_version_and_versions_only_rise(dense):
+    engine = make_engine(dense)
+    engine.load(dense[1], version=3)
+    assert (run(engine, [np.array([5])], 1)[0, 0].version == 3).all()
+    with pytest.raises(ValueError, match="versions only rise"):
+        engine.load(dense[1], version=2)
+
+
+def test_nothing_is_compiled_after_warm_up(dense):
+    engine = make_engine(dense, prefill_tokens=128)
+    engine.warm_up(filtered=True)
+    before = compilations.count()
+    rng = np.random.default_rng(1)
+    for sampling in (SAMPLING, SamplingParams(max_tokens=9, top_k=3)):
+        prompts = [rng.integers(2, 32, n) for n in rng.integers(1, 18, 11)]
+        run(engine, prompts, 2, sampling)
+    assert compilations.count() == before
+
+
+@pytest.mark.parametrize(
+    "prompt,match",
+    [
+        ([], "prompt 0 is empty"),
+        (range(2, 40), "prompt 0 has 38 tokens"),
+        ([40], "vocabulary has 32"),
+    ],
+)
+def test_a_bad_prompt_is_refused_in_one_line(dense, prompt, match):
+    with pytest.raises(ValueError, match=match) as error:
+        make_engine(dense).generate([np.asarray(prompt, np.int32)], 1, SAMPLING)
+    assert "\n" not in str(error.value)
+
+
+def test_other_bad_requests_are_refused(dense):
+    engine = make_engine(dense)
+    with pytest.raises(ValueError, match="temperature=-1"):
+        SamplingParams(max_tokens=1, temperature=-1)
+    with pytest.raises(ValueError, match="2 prompt_ids for 1 prompts"):
+        engine.generate([[5]], 1, SAMPLING, prompt_ids=[1, 2])
+    with pytest.raises(ValueError, match="detokenize"):
+        engine.generate([[5]], 1, SamplingParams(max_tokens=1, stop=("x",)))
+    with pytest.raises(ValueError, match="slots=3 do not divide"):
+        Engine(dense[0], meshes.make(data=8), slots=3)
+    with pytest.raises(ValueError, match="needs 9"):
+        Engine(dense[0], page_size=4, max_length=32, num_pages=8)
+    with pytest.raises(RuntimeError, match="no weights"):
+        Engine(dense[0]).generate([[5]], 1, SAMPLING)
+    running = engine.generate([[5], [6]] * 9, 4, SAMPLING)
+    next(running)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        next(engine.generate([[5]], 1, SAMPLING))
+    running.close()
+    assert engine.free_pages == 128  # an abandoned call leaves nothing behind
+
+
+def test_generate_does_it_all_at_once_and_in_order(dense, prompts):
+    config, params = dense
+    groups = generate(params, config, prompts, 2, SAMPLING, page_size=4)
+    assert [g[0].prompt_index for g in groups] == list(range(len(prompts)))
+    assert all(len(g) == 2 for g in groups)
