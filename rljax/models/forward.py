@@ -82,10 +82,15 @@ def full_attention(segments: Int[Array, "B T"]) -> Attend:
     allowed = (segments[:, :, None] == segments[:, None, :]) & (row[:, None] >= row[None, :])
 
     def attend(q: Array, k: Array, v: Array, layer: Array, cache: Any) -> tuple[Array, Any]:
-        # 0 · NaN is NaN: a masked key or value must be finite, or it leaks into its neighbours.
-        k = jnp.where(jnp.isfinite(k), k, 0)
-        v = jnp.where(jnp.isfinite(v), v, 0)
-        return attend_masked(q, k, v, allowed), cache
+        # 0 · NaN is NaN: what is masked must be finite, or it leaks into its neighbours' values
+        # and gradients. What is not is kept apart, and put back into its own sequence.
+        fine_q, fine_k = jnp.isfinite(q), jnp.isfinite(k)
+        fine_v = jnp.isfinite(v)
+        broken_key = ~(fine_k.all((2, 3)) & fine_v.all((2, 3)))
+        broken = ~fine_q.all((2, 3)) | (allowed & broken_key[:, None]).any(-1)
+        q, k, v = (jnp.where(f, x, 0) for f, x in ((fine_q, q), (fine_k, k), (fine_v, v)))
+        out = attend_masked(q, k, v, allowed)
+        return jnp.where(broken[..., None, None], jnp.nan, out), cache
 
     return attend
 
@@ -168,8 +173,7 @@ def hidden_states(
       Final hidden states after the last norm, the cache, and what the routers did (None for a
       dense model).
     """
-    dtype = jnp.dtype(config.dtype)
-    x = constrain_rows(params["embed"].astype(dtype)[tokens])
+    x = constrain_rows(embed(params, config, tokens))
     counted = jnp.ones(tokens.shape, bool) if counted is None else counted
     found: list[dict[str, Array]] = []
     layer, mixture = 0, 0
@@ -229,6 +233,13 @@ def hidden_states(
         "flips": jnp.concatenate([f["flips"] for f in found]),
     }
     return x, cache, RouterOutputs(tokens=jnp.sum(counted.astype(jnp.float32)), **joined)
+
+
+def embed(params: Params, config: ModelConfig, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
+    """The embeddings of tokens, in the compute dtype."""
+    # Cast after the look-up: the gradients of a token's places then add up in the parameters'
+    # dtype, and no second embedding is formed.
+    return params["embed"][tokens].astype(config.dtype)
 
 
 def output_matrix(params: Params, config: ModelConfig) -> Float[Array, "D V"]:
@@ -345,11 +356,19 @@ def score_tokens(
       chunk: Tokens whose logits are held at a time.
       wanted: The tokens to score; others get 0. All but the first of a segment by default.
       most_wanted: A bound on `wanted` tokens in a row. Logits are then formed for that many
-        tokens a row, which spares most of the output matmul where prompts are long.
+        tokens a row, which spares most of the output matmul where prompts are long. Wanted tokens
+        past the bound get NaN.
 
     Returns:
       logp, entropy, and the routers' outputs (None for a dense model).
+
+    Raises:
+      ValueError: The temperature is not above 0.
     """
+    if isinstance(temperature, int | float) and not temperature > 0:
+        raise ValueError(
+            f"temperature={temperature} must be above 0: greedy decoding has no log-probabilities"
+        )
     positions, segments = _places(tokens, positions, segments)
     hidden, _, router = hidden_states(
         params, config, tokens, positions, full_attention(segments),
@@ -367,9 +386,10 @@ def score_tokens(
         logp, entropy = _score(
             params, config, before[rows, place], tokens[rows, place], temperature, chunk
         )
-        zeros = jnp.zeros(tokens.shape, jnp.float32)
-        logp = zeros.at[rows, place].set(logp)
-        entropy = zeros.at[rows, place].set(entropy)
+        # A row with more wanted tokens than the bound shows it, as NaN.
+        unknown = jnp.full(tokens.shape, jnp.nan, jnp.float32)
+        logp = unknown.at[rows, place].set(logp)
+        entropy = unknown.at[rows, place].set(entropy)
     else:
         logp, entropy = _score(params, config, before, tokens, temperature, chunk)
     return jnp.where(keep, logp, 0.0), jnp.where(keep, entropy, 0.0), router
