@@ -316,7 +316,7 @@ def token_logprobs(
       segments: Packed sequences by number, 0 for padding; by default a row is one sequence.
       temperature: Divides the logits, as in sampling.
       routing: Experts to replay, -1 where unset.
-      chunk: Tokens whose logits are held at a time.
+      chunk: Tokens whose logits are held at a time, at least one of each row.
 
     Returns:
       logp: float32; entry t is the log-probability of the token at t given those before it in its
@@ -353,7 +353,7 @@ def score_tokens(
       segments: Packed sequences by number.
       temperature: Divides the logits.
       routing: Experts to replay.
-      chunk: Tokens whose logits are held at a time.
+      chunk: Tokens whose logits are held at a time, at least one of each row.
       wanted: The tokens to score; others get 0. All but the first of a segment by default.
       most_wanted: A bound on `wanted` tokens in a row. Logits are then formed for that many
         tokens a row, which spares most of the output matmul where prompts are long. Wanted tokens
@@ -399,10 +399,12 @@ def _score(
     params: Params, config: ModelConfig, hidden: Array, targets: Array, temperature: float,
     chunk: int,
 ) -> tuple[Array, Array]:
-    """Log-probability and entropy of each target, in chunks of tokens recomputed backwards."""
-    shape = targets.shape
-    flat, target = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    n = flat.shape[0]
+    """Log-probability and entropy of each target, in chunks of tokens recomputed backwards.
+
+    A chunk holds a few tokens of every row: where rows are split over devices, each then works
+    on its own.
+    """
+    rows, length = targets.shape
 
     @jax.checkpoint
     def part(args: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -410,16 +412,22 @@ def _score(
         z = output_logits(params, config, h) / temperature
         logp = jax.nn.log_softmax(z, axis=-1)
         entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
-        return jnp.take_along_axis(logp, t[:, None], axis=-1)[:, 0], entropy
+        return jnp.take_along_axis(logp, t[..., None], axis=-1)[..., 0], entropy
 
     with jax.named_scope("logprobs"):
-        if n <= chunk:
-            logp, entropy = part((flat, target))
-        else:
-            parts = -(-n // chunk)
-            pad = parts * chunk - n
-            flat = jnp.pad(flat, ((0, pad), (0, 0))).reshape(parts, chunk, -1)
-            target = jnp.pad(target, (0, pad)).reshape(parts, chunk)
-            logp, entropy = jax.lax.map(part, (flat, target))
-            logp, entropy = logp.reshape(-1)[:n], entropy.reshape(-1)[:n]
-    return logp.reshape(shape), entropy.reshape(shape)
+        width = max(1, chunk // rows)
+        if length <= width:
+            return part((hidden, targets))
+        parts = -(-length // width)
+        width = -(-length // parts)
+        pad = parts * width - length
+
+        def split(x: Array) -> Array:
+            x = jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))
+            return x.reshape(rows, parts, width, *x.shape[2:]).swapaxes(0, 1)
+
+        def join(x: Array) -> Array:
+            return x.swapaxes(0, 1).reshape(rows, parts * width)[:, :length]
+
+        logp, entropy = jax.lax.map(part, (split(hidden), split(targets)))
+        return join(logp), join(entropy)
