@@ -138,12 +138,13 @@ def _blocks_backward(block: int, saved: tuple, g: Array) -> tuple[Array, Array, 
     g = jnp.where(used[:, None, None], g.reshape(tiles.shape[0], block, -1), 0)
     dx = jnp.einsum("nbf,ndf->nbd", g, weights[group]).reshape(x.shape)
     # A scan, not one batched product: [blocks, D, F] would be the largest array of the step.
-    def add(total: Array, tile: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        e, a, b = tile
+    def add(total: Array, tile: tuple[Array, Array, Array, Array]) -> tuple[Array, None]:
+        e, mine, a, b = tile
+        a = jnp.where(mine, a, 0)  # 0 · NaN is NaN, and a row past the last group may be any
         part = jnp.einsum("bd,bf->df", a, b, preferred_element_type=jnp.float32)
         return total.at[e].add(part), None
 
-    dw, _ = jax.lax.scan(add, jnp.zeros(weights.shape, jnp.float32), (group, tiles, g))
+    dw, _ = jax.lax.scan(add, jnp.zeros(weights.shape, jnp.float32), (group, used, tiles, g))
     return dx, dw.astype(weights.dtype), np.zeros(sizes.shape, jax.dtypes.float0)
 
 

@@ -59,9 +59,11 @@ def route(
     probs = jax.nn.softmax(logits, axis=-1)
     _, own = jax.lax.top_k(probs, config.top_k)
     used = own if replay is None else jnp.where(replay >= 0, replay, own)
-    weights = jnp.take_along_axis(probs, used, axis=-1)
     if config.norm_topk_prob:
-        weights = weights / weights.sum(-1, keepdims=True)
+        # Their probabilities divided by the sum, without 0/0 where replayed ones have underflowed.
+        weights = jax.nn.softmax(jnp.take_along_axis(logits, used, axis=-1), axis=-1)
+    else:
+        weights = jnp.take_along_axis(probs, used, axis=-1)
     return probs, own, used, weights
 
 

@@ -110,7 +110,7 @@ _FIXED: Mapping[str, Any] = {
 
 
 class Fields:
-    """Fields of a configuration file, each of which is read, known to be inert, or refused."""
+    """Fields of a configuration file, each of which is read, known to be inert, off, or refused."""
 
     def __init__(self, values: Mapping[str, Any], where: str):
         """Takes the fields and what to call their file."""
@@ -161,13 +161,14 @@ class Fields:
             raise ValueError(f"{self.where}: {name}={got!r} is not supported, only {value!r} is")
 
     def close(self, inert: frozenset[str] | Sequence[str] = _INERT) -> None:
-        """Refuses fields that nobody read.
+        """Refuses fields that nobody read, unless they say that something is off.
 
         Raises:
           ValueError: There is one.
         """
         for name, value in self._values.items():
-            if name not in self._read and name not in inert and not name.startswith("_"):
+            known = name in self._read or name in inert or name.startswith("_")
+            if not known and value not in (False, "", [], {}):
                 raise ValueError(
                     f"{self.where}: field {name}={_short(value)} is not supported; if it changes "
                     "nothing in the model, take it out of the file"

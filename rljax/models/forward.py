@@ -83,10 +83,15 @@ def full_attention(segments: Int[Array, "B T"]) -> Attend:
     allowed = (segments[:, :, None] == segments[:, None, :]) & (row[:, None] >= row[None, :])
 
     def attend(q: Array, k: Array, v: Array, layer: Array, cache: Any) -> tuple[Array, Any]:
-        # 0 · NaN is NaN: a masked key or value must be finite, or it leaks into its neighbours.
-        k = jnp.where(jnp.isfinite(k), k, 0)
-        v = jnp.where(jnp.isfinite(v), v, 0)
-        return attend_masked(q, k, v, allowed), cache
+        # 0 · NaN is NaN: what is masked must be finite, or it leaks into its neighbours' values
+        # and gradients. What is not is kept apart, and put back into its own sequence.
+        fine_q, fine_k = jnp.isfinite(q), jnp.isfinite(k)
+        fine_v = jnp.isfinite(v)
+        broken_key = ~(fine_k.all((2, 3)) & fine_v.all((2, 3)))
+        broken = ~fine_q.all((2, 3)) | (allowed & broken_key[:, None]).any(-1)
+        q, k, v = (jnp.where(f, x, 0) for f, x in ((fine_q, q), (fine_k, k), (fine_v, v)))
+        out = attend_masked(q, k, v, allowed)
+        return jnp.where(broken[..., None, None], jnp.nan, out), cache
 
     return attend
 
@@ -169,8 +174,7 @@ def hidden_states(
       Final hidden states after the last norm, the cache, and what the routers did (None for a
       dense model).
     """
-    dtype = jnp.dtype(config.dtype)
-    x = constrain_rows(params["embed"].astype(dtype)[tokens])
+    x = constrain_rows(embed(params, config, tokens))
     counted = jnp.ones(tokens.shape, bool) if counted is None else counted
     found: list[dict[str, Array]] = []
     layer, mixture = 0, 0
@@ -234,6 +238,13 @@ def hidden_states(
         "flips": jnp.concatenate([f["flips"] for f in found]),
     }
     return x, cache, RouterOutputs(tokens=jnp.sum(counted.astype(jnp.float32)), **joined)
+
+
+def embed(params: Params, config: ModelConfig, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
+    """The embeddings of tokens, in the compute dtype."""
+    # Cast after the look-up: the gradients of a token's places then add up in the parameters'
+    # dtype, and no second embedding is formed.
+    return params["embed"][tokens].astype(config.dtype)
 
 
 def output_matrix(params: Params, config: ModelConfig) -> Float[Array, "D V"]:
@@ -310,7 +321,7 @@ def token_logprobs(
       segments: Packed sequences by number, 0 for padding; by default a row is one sequence.
       temperature: Divides the logits, as in sampling.
       routing: Experts to replay, -1 where unset.
-      chunk: Tokens whose logits are held at a time.
+      chunk: Tokens whose logits are held at a time, at least one of each row.
 
     Returns:
       logp: float32; entry t is the log-probability of the token at t given those before it in its
@@ -347,14 +358,22 @@ def score_tokens(
       segments: Packed sequences by number.
       temperature: Divides the logits.
       routing: Experts to replay.
-      chunk: Tokens whose logits are held at a time.
+      chunk: Tokens whose logits are held at a time, at least one of each row.
       wanted: The tokens to score; others get 0. All but the first of a segment by default.
       most_wanted: A bound on `wanted` tokens in a row. Logits are then formed for that many
-        tokens a row, which spares most of the output matmul where prompts are long.
+        tokens a row, which spares most of the output matmul where prompts are long. Wanted tokens
+        past the bound get NaN.
 
     Returns:
       logp, entropy, and the routers' outputs (None for a dense model).
+
+    Raises:
+      ValueError: The temperature is not above 0.
     """
+    if isinstance(temperature, int | float) and not temperature > 0:
+        raise ValueError(
+            f"temperature={temperature} must be above 0: greedy decoding has no log-probabilities"
+        )
     positions, segments = _places(tokens, positions, segments)
     hidden, _, router = hidden_states(
         params, config, tokens, positions, full_attention(segments),
@@ -372,9 +391,10 @@ def score_tokens(
         logp, entropy = _score(
             params, config, before[rows, place], tokens[rows, place], temperature, chunk
         )
-        zeros = jnp.zeros(tokens.shape, jnp.float32)
-        logp = zeros.at[rows, place].set(logp)
-        entropy = zeros.at[rows, place].set(entropy)
+        # A row with more wanted tokens than the bound shows it, as NaN.
+        unknown = jnp.full(tokens.shape, jnp.nan, jnp.float32)
+        logp = unknown.at[rows, place].set(logp)
+        entropy = unknown.at[rows, place].set(entropy)
     else:
         logp, entropy = _score(params, config, before, tokens, temperature, chunk)
     return jnp.where(keep, logp, 0.0), jnp.where(keep, entropy, 0.0), router
@@ -384,10 +404,12 @@ def _score(
     params: Params, config: ModelConfig, hidden: Array, targets: Array, temperature: float,
     chunk: int,
 ) -> tuple[Array, Array]:
-    """Log-probability and entropy of each target, in chunks of tokens recomputed backwards."""
-    shape = targets.shape
-    flat, target = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    n = flat.shape[0]
+    """Log-probability and entropy of each target, in chunks of tokens recomputed backwards.
+
+    A chunk holds a few tokens of every row: where rows are split over devices, each then works
+    on its own.
+    """
+    rows, length = targets.shape
 
     @jax.checkpoint
     def part(args: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -395,16 +417,22 @@ def _score(
         z = output_logits(params, config, h) / temperature
         logp = jax.nn.log_softmax(z, axis=-1)
         entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
-        return jnp.take_along_axis(logp, t[:, None], axis=-1)[:, 0], entropy
+        return jnp.take_along_axis(logp, t[..., None], axis=-1)[..., 0], entropy
 
     with jax.named_scope("logprobs"):
-        if n <= chunk:
-            logp, entropy = part((flat, target))
-        else:
-            parts = -(-n // chunk)
-            pad = parts * chunk - n
-            flat = jnp.pad(flat, ((0, pad), (0, 0))).reshape(parts, chunk, -1)
-            target = jnp.pad(target, (0, pad)).reshape(parts, chunk)
-            logp, entropy = jax.lax.map(part, (flat, target))
-            logp, entropy = logp.reshape(-1)[:n], entropy.reshape(-1)[:n]
-    return logp.reshape(shape), entropy.reshape(shape)
+        width = max(1, chunk // rows)
+        if length <= width:
+            return part((hidden, targets))
+        parts = -(-length // width)
+        width = -(-length // parts)
+        pad = parts * width - length
+
+        def split(x: Array) -> Array:
+            x = jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))
+            return x.reshape(rows, parts, width, *x.shape[2:]).swapaxes(0, 1)
+
+        def join(x: Array) -> Array:
+            return x.swapaxes(0, 1).reshape(rows, parts * width)[:, :length]
+
+        logp, entropy = jax.lax.map(part, (split(hidden), split(targets)))
+        return join(logp), join(entropy)

@@ -75,6 +75,11 @@ class File:
             for name, field in reader.fields.items()
             if not name.startswith("tokenizer.")
         }
+        if "rope_freqs.weight" in self.shapes:
+            raise ValueError(
+                f"{path}: rope_freqs.weight (scaled rotary frequencies) is not supported in GGUF "
+                "files; load the model's Hugging Face folder instead"
+            )
         vocab = self.shapes.get("token_embd.weight", (None,))[0]
         self.config = _config(values, vocab, "output.weight" not in self.shapes, str(path))
 

@@ -212,6 +212,26 @@ def count(config: ModelConfig) -> int:
     return sum(math.prod(p.shape) for p in jax.tree.leaves(declare(config)))
 
 
+def count_active(config: ModelConfig) -> int:
+    """Number of parameters that take part in one token: of each mixture, its top-k experts."""
+
+    def active(stack: int, place: int, p: Parameter) -> int:
+        if "experts" not in p.axes:
+            return math.prod(p.shape)
+        mixture = config.stacks[stack].pattern[place].feed_forward
+        assert isinstance(mixture, Experts)
+        return math.prod(p.shape) // mixture.num_experts * mixture.top_k
+
+    tree = declare(config)
+    layers = tree.pop("stacks")
+    return sum(math.prod(p.shape) for p in jax.tree.leaves(tree)) + sum(
+        active(s, i, p)
+        for s, stack in enumerate(layers)
+        for i, layer in enumerate(stack)
+        for p in jax.tree.leaves(layer)
+    )
+
+
 def check(params: Params, config: ModelConfig) -> None:
     """Refuses parameters that are not the model's.
 

@@ -1,2 +1,152 @@
-from rljax.models.config import decoder
-PRESETS = {"tiny-moe": lambda v: decoder(vocab_size=v, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=128, num_experts=4, top_k=2)}
+"""Named configurations: the embedded default, those of the benchmarks, and published models.
+
+`models.config` says what the fields mean; weights of the published ones load with
+`models.from_pretrained`, which finds the same configuration in their config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from rljax.models.config import ModelConfig, RopeScaling, decoder
+
+
+def tiny_moe(vocab_size: int = 64) -> ModelConfig:
+    """The embedded default: a mixture of about 0.2M parameters for a vocabulary of characters."""
+    return decoder(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        intermediate_size=112,
+        num_experts=4,
+        top_k=2,
+        max_position=512,
+    )
+
+
+def speed_s() -> ModelConfig:
+    """Configuration S of the benchmarks: a dense model of 29M parameters in the style of Qwen3."""
+    return decoder(
+        vocab_size=8192,
+        hidden_size=512,
+        num_layers=8,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+        intermediate_size=1536,
+    )
+
+
+def speed_m() -> ModelConfig:
+    """Configuration M of the benchmarks: S with 8 experts of 512, two for each token."""
+    return decoder(
+        vocab_size=8192,
+        hidden_size=512,
+        num_layers=8,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+        intermediate_size=512,
+        num_experts=8,
+        top_k=2,
+    )
+
+
+def qwen2_5_7b() -> ModelConfig:
+    """Qwen2.5-7B."""
+    return _qwen2_5(3584, 28, 28, 4, 18_944)
+
+
+def qwen2_5_32b() -> ModelConfig:
+    """Qwen2.5-32B."""
+    return _qwen2_5(5120, 64, 40, 8, 27_648, norm_eps=1e-5)
+
+
+def qwen2_5_math_7b() -> ModelConfig:
+    """Qwen2.5-Math-7B: the size of the 7B, with short rotary wavelengths and a context of 4096."""
+    return _qwen2_5(3584, 28, 28, 4, 18_944, rope_theta=10_000.0, max_position=4096)
+
+
+def _qwen2_5(
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    intermediate_size: int,
+    norm_eps: float = 1e-6,
+    rope_theta: float = 1e6,
+    max_position: int = 131_072,
+) -> ModelConfig:
+    return decoder(
+        vocab_size=152_064,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        intermediate_size=intermediate_size,
+        bias=True,
+        qk_norm=False,
+        rope_theta=rope_theta,
+        norm_eps=norm_eps,
+        tie_embeddings=False,
+        dtype="bfloat16",
+        remat=True,
+        family="qwen2",
+        max_position=max_position,
+    )
+
+
+def qwen3_30b_a3b() -> ModelConfig:
+    """Qwen3-30B-A3B: 128 experts, 8 for each token."""
+    return decoder(
+        vocab_size=151_936,
+        hidden_size=2048,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        intermediate_size=768,
+        num_experts=128,
+        top_k=8,
+        rope_theta=1e6,
+        tie_embeddings=False,
+        dtype="bfloat16",
+        remat=True,
+        max_position=40_960,
+    )
+
+
+def llama_3_2_3b() -> ModelConfig:
+    """Llama-3.2-3B."""
+    return decoder(
+        vocab_size=128_256,
+        hidden_size=3072,
+        num_layers=28,
+        num_heads=24,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=8192,
+        qk_norm=False,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(factor=32.0),
+        norm_eps=1e-5,
+        dtype="bfloat16",
+        remat=True,
+        family="llama",
+        max_position=131_072,
+    )
+
+
+PRESETS: Mapping[str, Callable[[], ModelConfig]] = {
+    "tiny-moe": tiny_moe,
+    "speed-s": speed_s,
+    "speed-m": speed_m,
+    "qwen2.5-7b": qwen2_5_7b,
+    "qwen2.5-32b": qwen2_5_32b,
+    "qwen2.5-math-7b": qwen2_5_math_7b,
+    "qwen3-30b-a3b": qwen3_30b_a3b,
+    "llama-3.2-3b": llama_3_2_3b,
+}
+"""The names by which flags ask for a configuration."""

@@ -335,7 +335,10 @@ class _Policy:
             )
         tokenizer = CharTokenizer(_alphabet(config))
         model = dataclasses.replace(
-            models.PRESETS[name](tokenizer.vocab_size), dtype=dtype, remat=config.model.remat
+            models.PRESETS[name](),
+            vocab_size=tokenizer.vocab_size,
+            dtype=dtype,
+            remat=config.model.remat,
         )
         key = jax.random.key(config.run.seed)
         return cls(model, tokenizer, lambda mesh: models.init(key, model, mesh=mesh))

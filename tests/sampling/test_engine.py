@@ -74,9 +74,7 @@ def test_logprobs_equal_the_trainers_on_a_mixture_with_routing_replayed(mixture,
 
 
 def test_greedy_is_the_argmax_of_the_full_forward(dense, prompts):
-    found = run(
-        make_engine(dense), prompts, 1, SamplingParams(max_tokens=9, temperature=0.0)
-    )
+    found = run(make_engine(dense), prompts, 1, SamplingParams(max_tokens=9, temperature=0.0))
     config, params = dense
     for (p, _), response in found.items():
         tokens = np.concatenate([prompts[p], response.tokens])[None]

@@ -1,0 +1,164 @@
+"""Makes the golden files of this folder with torch 2.13 and transformers 5.24.
+
+    python tests/golden/models/make.py                          the tiny models
+    python tests/golden/models/make.py --smollm2 MODEL.gguf     smollm2.json (accelerate, gguf)
+
+Each folder holds a tiny random model as transformers saves it, and `expected.json`:
+`rows` are token ids with their positions, each run alone in float32; `logits` are what came out.
+`gradients` are of the summed -log p of each row's tokens after the first: for every weight its
+norm and its dot product with cos(0, 1, 2, ...).
+
+`names.json` holds the names and shapes of weights that transformers 5.24 saves for one layer of
+each family; `{e}` stands for every expert.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+HERE = Path(__file__).parent
+BASE = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+MOE = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+# Name -> transformers class prefix, configuration, dtype of the file.
+MODELS = {
+    "llama": ("Llama", {**BASE, "rope_parameters": LLAMA3}, torch.bfloat16),
+    "llama_tied": (
+        "Llama",
+        {**BASE, "tie_word_embeddings": True, "num_key_value_heads": 4},
+        torch.float16,
+    ),
+    "qwen2": ("Qwen2", {**BASE, "rms_norm_eps": 1e-6}, torch.bfloat16),
+    "qwen3": (
+        "Qwen3",
+        {
+            **BASE,
+            "head_dim": 12,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+        torch.float32,
+    ),
+    "qwen3_moe": ("Qwen3Moe", {**BASE, **MOE, "norm_topk_prob": True}, torch.bfloat16),
+    "qwen3_moe_mixed": (
+        "Qwen3Moe",
+        {**BASE, **MOE, "num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts_per_tok": 3},
+        torch.bfloat16,
+    ),
+}
+LENGTHS = (12, 7, 5)
+
+
+def make_model(name: str) -> None:
+    kind, fields, dtype = MODELS[name]
+    torch.manual_seed(sum(map(ord, name)))
+    config = getattr(transformers, f"{kind}Config")(**fields)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():  # the defaults, norms of 1 and biases of 0, would hide mistakes
+        for key, p in model.named_parameters():
+            spread = torch.randn_like(p)
+            norm, embedding = key.endswith("norm.weight"), "embed_tokens" in key
+            p.copy_(1 + 0.3 * spread if norm else spread * (0.3 if embedding else 0.2))
+    folder = HERE / name
+    shutil.rmtree(folder, ignore_errors=True)
+    model.to(dtype).save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    model = type(model).from_pretrained(folder, dtype=torch.float32)
+
+    rng = np.random.default_rng(0)
+    rows = [(rng.integers(0, 48, n).tolist(), list(range(n))) for n in LENGTHS]
+    rows.append((rng.integers(0, 48, 6).tolist(), [0, 1, 5, 6, 20, 50]))
+    logits = []
+    for tokens, positions in rows:
+        out = model(
+            torch.tensor([tokens]),
+            position_ids=torch.tensor([positions]),
+            attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
+        ).logits[0]
+        logp = torch.log_softmax(out, -1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])
+        (-logp.sum()).backward()
+        logits.append([[float(f"{v:.8g}") for v in row] for row in out.tolist()])
+    # One gradient for each weight of the file: experts are fused in memory.
+    grads = {k: p.grad for k, p in model.named_parameters()}
+    for key in [k for k in grads if ".experts." in k]:
+        fused = grads.pop(key)
+        for e in range(fused.shape[0]):
+            parts = {"down_proj": fused[e]}
+            if key.endswith("gate_up_proj"):
+                half = fused.shape[1] // 2
+                parts = {"gate_proj": fused[e, :half], "up_proj": fused[e, half:]}
+            stem = key.rsplit(".", 1)[0]
+            grads.update({f"{stem}.{e}.{part}.weight": g for part, g in parts.items()})
+    gradients = {}
+    for key, g in sorted(grads.items()):
+        flat = g.double().reshape(-1)
+        direction = torch.cos(torch.arange(flat.numel(), dtype=torch.float64))
+        gradients[key] = [flat.norm().item(), (flat * direction).sum().item()]
+    expected = {
+        "rows": [{"tokens": t, "positions": p} for t, p in rows],
+        "logits": logits,
+        "gradients": gradients,
+    }
+    (folder / "expected.json").write_text(json.dumps(expected) + "\n")
+    print(name, {f.name: f.stat().st_size for f in sorted(folder.iterdir())})
+
+
+def make_smollm2(file: Path) -> None:
+    """The 64 likeliest ids after a prompt, one by one, whatever they are (no end is heeded)."""
+    load = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**load)
+    model = transformers.AutoModelForCausalLM.from_pretrained(**load, dtype=torch.float32)
+    prompt = "The capital of France is"
+    ids, chosen, margins = tokenizer(prompt)["input_ids"], [], []
+    with torch.no_grad():
+        for _ in range(64):
+            top = model(torch.tensor([ids + chosen])).logits[0, -1].topk(2)
+            chosen.append(top.indices[0].item())
+            margins.append((top.values[0] - top.values[1]).item())
+        logits = model(torch.tensor([ids])).logits[0, -1]
+    expected = {
+        "made_with": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "file": file.name,
+        "prompt": prompt,
+        "prompt_ids": ids,
+        "ids": chosen,
+        "text": tokenizer.decode(chosen),
+        "smallest_margin": min(margins),
+        "last_prompt_logits_head": logits[:16].tolist(),
+    }
+    (HERE / "smollm2.json").write_text(json.dumps(expected, indent=1) + "\n")
+    print(expected)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--smollm2", type=Path)
+    args = parser.parse_args()
+    print(sys.version.split()[0], torch.__version__, transformers.__version__)
+    if args.smollm2:
+        make_smollm2(args.smollm2)
+    else:
+        for name in MODELS:
+            make_model(name)

