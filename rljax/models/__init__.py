@@ -24,9 +24,11 @@ from rljax.models.parameters import (
     names,
     shardings,
 )
+from rljax.models.presets import PRESETS
 from rljax.models.pretrained import from_pretrained, save_pretrained
 
 __all__ = [
+    "PRESETS",
     "Attention",
     "Block",
     "Dense",

@@ -1,14 +1,14 @@
 """From the sampler's responses to the trainer's batch: groups, dynamic sampling, staleness."""
 
 from rljax.rollouts.collect import Collected, CollectState, collect
-from rljax.rollouts.groups import ScoredGroup, make_batch, rollout_metrics, score_groups
+from rljax.rollouts.groups import ScoredGroup, component_metrics, make_batch, score_groups
 
 __all__ = [
     "CollectState",
     "Collected",
     "ScoredGroup",
     "collect",
+    "component_metrics",
     "make_batch",
-    "rollout_metrics",
     "score_groups",
 ]

@@ -9,7 +9,7 @@ import numpy as np
 
 from rljax.batch import Batch
 from rljax.data import Prompt, Tokenizer
-from rljax.losses import Max, Mean, Min, Moments
+from rljax.losses import Mean
 from rljax.rewards import Scorer
 from rljax.sampling import Response
 
@@ -127,50 +127,19 @@ def make_batch(groups: list[ScoredGroup], length: int | None = None) -> Batch:
     )
 
 
-def rollout_metrics(groups: list[ScoredGroup], names: tuple[str, ...]) -> dict[str, Any]:
-    """What there is to say of a rollout batch before it is trained on.
+def component_metrics(groups: list[ScoredGroup], names: tuple[str, ...]) -> dict[str, Any]:
+    """The mean of each reward function, and the share of responses whose scoring failed.
 
     Args:
       groups: The groups of the batch.
       names: Names of the reward functions.
 
     Returns:
-      Mergeable metrics under the names of the tag table; responses whose scoring failed are left
-      out of rewards, scores and lengths by correctness.
+      Mergeable metrics `reward/<function>/mean` (over valid responses) and `reward/invalid_frac`.
     """
     valid = np.concatenate([g.valid for g in groups])
-    rewards = np.concatenate([g.rewards for g in groups])[valid]
-    scores = np.concatenate([g.scores for g in groups])[valid]
-    components = np.concatenate([g.components for g in groups])[valid]
-    lengths = np.asarray([len(r.tokens) for g in groups for r in g.responses], np.float32)
-    truncated = np.asarray([r.truncated for g in groups for r in g.responses])
-    right = scores > 0.5
-    alike = [g.degenerate for g in groups]
-
-    def mean(values: np.ndarray) -> Mean:
-        return Mean(np.float32(np.sum(values)), np.float32(len(values)))
-
+    components = np.concatenate([g.components for g in groups])
     metrics: dict[str, Any] = {
-        "reward/mean": mean(rewards),
-        "reward/std": Moments.of(rewards, np.ones(len(rewards), bool), report="std"),
-        "reward/invalid_frac": mean(~valid),
-        "score/mean": mean(scores),
-        "group/frac_zero_std": mean(np.asarray(alike)),
-        "group/frac_all_correct": mean(
-            np.asarray([a and bool(g.valid.any()) and bool((g.scores[g.valid] > 0.5).all())
-                        for a, g in zip(alike, groups, strict=True)])
-        ),
-        "group/frac_all_wrong": mean(
-            np.asarray([a and bool(g.valid.any()) and bool((g.scores[g.valid] <= 0.5).all())
-                        for a, g in zip(alike, groups, strict=True)])
-        ),
-        "completion/length_mean": mean(lengths),
-        "completion/length_max": Max(np.float32(lengths.max())),
-        "completion/length_min": Min(np.float32(lengths.min())),
-        "completion/truncated_frac": mean(truncated),
-        "completion/length_correct": mean(lengths[valid][right]),
-        "completion/length_incorrect": mean(lengths[valid][~right]),
+        f"reward/{name}/mean": Mean.of(components[:, k], valid) for k, name in enumerate(names)
     }
-    for k, name in enumerate(names):
-        metrics[f"reward/{name}/mean"] = mean(components[:, k])
-    return metrics
+    return metrics | {"reward/invalid_frac": Mean.of(~valid, np.ones_like(valid))}

@@ -19,7 +19,7 @@ from rljax.batch import Batch, Rows
 from rljax.config import Config
 from rljax.evals import evaluate
 from rljax.monitoring import LiveDisplay, compilations, plot_curves
-from rljax.rollouts import Collected, ScoredGroup, collect, make_batch
+from rljax.rollouts import Collected, ScoredGroup, collect, component_metrics, make_batch
 from rljax.sampling import SamplingParams
 from rljax.training.setup import Run, freeze_reference, start
 from rljax.training.warmup import warm_up
@@ -203,10 +203,12 @@ def watch(
 ) -> None:
     """Evaluates, logs, shows and saves, as far as it is time to."""
     step, config = run.progress.step, run.config
+    stats = L.merge(
+        stats, component_metrics(groups, run.scorer.names), L.staleness(batch, step - 1)
+    )
     values = L.finish(jax.device_get(stats)) | clock.values
     seconds = time.perf_counter() - clock.started
     tokens = float(np.sum(np.asarray(batch.completion_length)))
-    age = (step - 1) - np.asarray(batch.version)[np.asarray(batch.mask)]
     values |= {
         "perf/step_s": seconds,
         "perf/tokens_per_s": tokens / seconds,
@@ -214,8 +216,6 @@ def watch(
         "perf/compilations": float(compilations.count()),
         "policy/lr": float(_learning_rate(run)),
         "policy/skipped_updates": float(run.state.skipped),
-        "staleness/mean": float(age.mean()),
-        "staleness/max": float(age.max()),
     }
     values |= _memory()
     if config.evals.eval_every and step % config.evals.eval_every == 0:

@@ -239,12 +239,6 @@ def make_update(
             skipped=state.skipped + ~good,
             skipped_in_row=jnp.where(good, 0, state.skipped_in_row + 1),
         )
-        one = jnp.float32(1)
-        stats = {
-            **stats,
-            "policy/loss": L.Mean(value, one),
-            "policy/grad_norm": L.Mean(norm, one),
-        }
-        return state, stats, sums
+        return state, {**stats, "policy/grad_norm": L.Mean(norm, jnp.float32(1))}, sums
 
     return update
