@@ -1,7 +1,7 @@
 """Named configurations: the embedded default, those of the benchmarks, and published models.
 
-Each takes the size of the vocabulary, which is that of the published model by default. Weights of the published ones load with
-`models.from_pretrained`, which finds the same configuration in their config.json.
+Each takes the size of the vocabulary, by default that of the published model. The weights of those
+load with `models.from_pretrained`, which finds the same configuration in their config.json.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ def tiny_moe(vocab_size: int) -> ModelConfig:
         intermediate_size=128,
         num_experts=4,
         top_k=2,
-        max_position=512,
     )
 
 

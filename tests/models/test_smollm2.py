@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -42,3 +45,35 @@ def test_greedy_continuation(file, dtype):
         np.testing.assert_allclose(head, EXPECTED["last_prompt_logits_head"], atol=2e-4)
     else:  # near-ties may flip at 8 bits
         assert likeliest[0] == chosen[0] and (likeliest == chosen).mean() > 0.9
+
+
+MEASURE = """
+import re, sys, jax, jax.numpy as jnp
+from rljax import models
+def peak():  # of this process alone, in kB
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+jax.block_until_ready(jnp.zeros(1))
+before = peak()
+_, params = models.from_pretrained(sys.argv[1], dtype=sys.argv[2])
+jax.block_until_ready(params)
+print((peak() - before) * 1024 / sum(x.nbytes for x in jax.tree.leaves(params)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_loading_needs_little_more_memory_than_the_weights(file, tmp_path):
+    def measure(path, dtype):
+        run = subprocess.run(
+            [sys.executable, "-c", MEASURE, str(path), dtype],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return float(run.stdout)
+
+    found = {"gguf": measure(file, "float32")}
+    models.save_pretrained(tmp_path, *models.from_pretrained(file))
+    found["safetensors"] = measure(tmp_path, "float32")
+    print("peak memory over the size of the weights:", found)
+    assert all(1 <= x < 1.3 for x in found.values()), found
