@@ -61,19 +61,12 @@ print((peak() - before) * 1024 / sum(x.nbytes for x in jax.tree.leaves(params)))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
-def test_loading_needs_little_more_memory_than_the_weights(file, tmp_path):
-    def measure(path, dtype):
-        run = subprocess.run(
-            [sys.executable, "-c", MEASURE, str(path), dtype],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return float(run.stdout)
-
-    found = {"gguf": measure(file, "float32")}
-    models.save_pretrained(tmp_path, *models.from_pretrained(file))
-    found["safetensors"] = measure(tmp_path, "float32")
-    print("peak memory over the size of the weights:", found)
-    assert all(1 <= x < 1.3 for x in found.values()), found
+def test_loading_needs_little_more_memory_than_the_weights(file):
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(file), "float32"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert 1 <= float(run.stdout) < 1.3
