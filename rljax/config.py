@@ -129,6 +129,8 @@ class OptimizerSettings:
     """Of AdamW, after the warm-up."""
     warmup_steps: int = 10
     """Optimizer steps over which the rate rises from 0."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate falls after the warm-up: not at all, or to a tenth by the last step."""
     weight_decay: float = 0.0
     """Decoupled, on all parameters."""
     adam_b1: float = 0.9
@@ -157,9 +159,9 @@ class SupervisedSettings:
     """Steps after which it stops anyway."""
     sft_batch_size: int = 256
     """Question and answer pairs a step."""
-    sft_learning_rate: float = 3e-3
+    sft_learning_rate: float = 2e-3
     """Of AdamW."""
-    sft_eval_every: int = 5
+    sft_eval_every: int = 2
     """Steps between two validations."""
 
 
@@ -217,6 +219,13 @@ class Config:
     evals: EvalSettings = EvalSettings()
     run: RunSettings = RunSettings()
 
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of the whole run."""
+        responses = self.rollout.prompts_per_step * self.rollout.num_generations
+        each = responses // self.optimizer.mini_batch_size * self.optimizer.num_iterations
+        return self.run.steps * each
+
     def check(self) -> None:
         """Refuses values that cannot work together.
 
@@ -255,6 +264,11 @@ class Config:
             )
         if r.max_staleness < 0:
             raise ValueError(f"max_staleness={r.max_staleness} must be 0 or more policy versions")
+        if o.warmup_steps > self.updates:
+            raise ValueError(
+                f"warmup_steps={o.warmup_steps} exceed the {self.updates} updates of the run; "
+                "lower them or raise steps"
+            )
         if r.max_oversampling < 1:
             raise ValueError(f"max_oversampling={r.max_oversampling} must be at least 1")
 
@@ -272,6 +286,8 @@ def arithmetic() -> Config:
     """
     return Config(
         objective=ObjectiveSettings(objective="gspo", clip_low=0.03, clip_high=0.04),
+        optimizer=OptimizerSettings(learning_rate=1e-3, lr_schedule="linear"),
+        run=RunSettings(steps=450),
         supervised=SupervisedSettings(sft_target=0.25),
         evals=EvalSettings(stop_at=0.93),
     )

@@ -19,6 +19,7 @@ Attend = Callable[[Array, Array, Array, Array, Any], tuple[Array, Any]]
 """(q [B, T, H, d], k [B, T, K, d], v [B, T, K, d], layer index, cache) -> (out [B, T, H, d], cache)."""
 
 _MASKED = -1e30
+_UNROLLED = 4  # so few layers compile and run faster one by one than as a loop
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
@@ -214,7 +215,11 @@ def hidden_states(
 
         body = jax.checkpoint(repeat) if config.remat else repeat
         (x, cache, _), stats = jax.lax.scan(
-            body, (x, cache, jnp.int32(layer)), (layers, replay), length=stack.repeats
+            body,
+            (x, cache, jnp.int32(layer)),
+            (layers, replay),
+            length=stack.repeats,
+            unroll=stack.repeats <= _UNROLLED,
         )
         if stats is not None:
             found.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stats))

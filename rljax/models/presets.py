@@ -1,7 +1,7 @@
 """Named configurations: the embedded default, those of the benchmarks, and published models.
 
-Each takes the size of the vocabulary, by default that of the published model. The weights of those
-load with `models.from_pretrained`, which finds the same configuration in their config.json.
+Each takes the size of the vocabulary where it has none of its own. Published weights load with
+`models.from_pretrained`, which finds the same configuration in their config.json.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from rljax.models.config import ModelConfig, RopeScaling, decoder
 
 
-def tiny_moe(vocab_size: int) -> ModelConfig:
+def tiny_moe(vocab_size: int = 64) -> ModelConfig:
     """The embedded default: a mixture of about 0.2M parameters for a vocabulary of characters."""
     return decoder(
         vocab_size=vocab_size,
@@ -19,16 +19,17 @@ def tiny_moe(vocab_size: int) -> ModelConfig:
         num_layers=2,
         num_heads=4,
         num_kv_heads=2,
-        intermediate_size=128,
+        intermediate_size=112,
         num_experts=4,
         top_k=2,
+        max_position=512,
     )
 
 
-def speed_s(vocab_size: int = 8192) -> ModelConfig:
+def speed_s() -> ModelConfig:
     """Configuration S of the benchmarks: a dense model of 29M parameters in the style of Qwen3."""
     return decoder(
-        vocab_size=vocab_size,
+        vocab_size=8192,
         hidden_size=512,
         num_layers=8,
         num_heads=8,
@@ -38,10 +39,10 @@ def speed_s(vocab_size: int = 8192) -> ModelConfig:
     )
 
 
-def speed_m(vocab_size: int = 8192) -> ModelConfig:
+def speed_m() -> ModelConfig:
     """Configuration M of the benchmarks: S with 8 experts of 512, two for each token."""
     return decoder(
-        vocab_size=vocab_size,
+        vocab_size=8192,
         hidden_size=512,
         num_layers=8,
         num_heads=8,
@@ -53,23 +54,22 @@ def speed_m(vocab_size: int = 8192) -> ModelConfig:
     )
 
 
-def qwen2_5_7b(vocab_size: int = 152_064) -> ModelConfig:
+def qwen2_5_7b() -> ModelConfig:
     """Qwen2.5-7B."""
-    return _qwen2_5(vocab_size, 3584, 28, 28, 4, 18_944)
+    return _qwen2_5(3584, 28, 28, 4, 18_944)
 
 
-def qwen2_5_32b(vocab_size: int = 152_064) -> ModelConfig:
+def qwen2_5_32b() -> ModelConfig:
     """Qwen2.5-32B."""
-    return _qwen2_5(vocab_size, 5120, 64, 40, 8, 27_648, norm_eps=1e-5)
+    return _qwen2_5(5120, 64, 40, 8, 27_648, norm_eps=1e-5)
 
 
-def qwen2_5_math_7b(vocab_size: int = 152_064) -> ModelConfig:
+def qwen2_5_math_7b() -> ModelConfig:
     """Qwen2.5-Math-7B: the size of the 7B, with short rotary wavelengths and a context of 4096."""
-    return _qwen2_5(vocab_size, 3584, 28, 28, 4, 18_944, rope_theta=10_000.0, max_position=4096)
+    return _qwen2_5(3584, 28, 28, 4, 18_944, rope_theta=10_000.0, max_position=4096)
 
 
 def _qwen2_5(
-    vocab_size: int,
     hidden_size: int,
     num_layers: int,
     num_heads: int,
@@ -80,7 +80,7 @@ def _qwen2_5(
     max_position: int = 131_072,
 ) -> ModelConfig:
     return decoder(
-        vocab_size=vocab_size,
+        vocab_size=152_064,
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
@@ -98,10 +98,10 @@ def _qwen2_5(
     )
 
 
-def qwen3_30b_a3b(vocab_size: int = 151_936) -> ModelConfig:
+def qwen3_30b_a3b() -> ModelConfig:
     """Qwen3-30B-A3B: 128 experts, 8 for each token."""
     return decoder(
-        vocab_size=vocab_size,
+        vocab_size=151_936,
         hidden_size=2048,
         num_layers=48,
         num_heads=32,
@@ -118,10 +118,10 @@ def qwen3_30b_a3b(vocab_size: int = 151_936) -> ModelConfig:
     )
 
 
-def llama_3_2_3b(vocab_size: int = 128_256) -> ModelConfig:
+def llama_3_2_3b() -> ModelConfig:
     """Llama-3.2-3B."""
     return decoder(
-        vocab_size=vocab_size,
+        vocab_size=128_256,
         hidden_size=3072,
         num_layers=28,
         num_heads=24,
@@ -139,7 +139,7 @@ def llama_3_2_3b(vocab_size: int = 128_256) -> ModelConfig:
     )
 
 
-PRESETS: Mapping[str, Callable[..., ModelConfig]] = {
+PRESETS: Mapping[str, Callable[[], ModelConfig]] = {
     "tiny-moe": tiny_moe,
     "speed-s": speed_s,
     "speed-m": speed_m,
@@ -149,4 +149,4 @@ PRESETS: Mapping[str, Callable[..., ModelConfig]] = {
     "qwen3-30b-a3b": qwen3_30b_a3b,
     "llama-3.2-3b": llama_3_2_3b,
 }
-"""The names by which flags ask for a configuration; each takes a vocabulary size."""
+"""The names by which flags ask for a configuration."""

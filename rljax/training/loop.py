@@ -204,7 +204,10 @@ def watch(
     """Evaluates, logs, shows and saves, as far as it is time to."""
     step, config = run.progress.step, run.config
     stats = L.merge(
-        stats, component_metrics(groups, run.scorer.names), L.staleness(batch, step - 1)
+        stats,
+        L.mismatch(batch),
+        L.staleness(batch, step - 1),
+        component_metrics(groups, run.scorer.names),
     )
     values = L.finish(jax.device_get(stats)) | clock.values
     seconds = time.perf_counter() - clock.started
@@ -214,7 +217,7 @@ def watch(
         "perf/tokens_per_s": tokens / seconds,
         "perf/rollout_tokens_per_s": tokens / max(values["perf/rollout_s"], 1e-9),
         "perf/compilations": float(compilations.count()),
-        "policy/lr": float(_learning_rate(run)),
+        "policy/lr": float(run.learning_rate(max(int(run.state.step) - 1, 0))),
         "policy/skipped_updates": float(run.state.skipped),
     }
     values |= _memory()
@@ -227,14 +230,6 @@ def watch(
     display.update(step, values)
     if step % config.run.save_every == 0 or finished(run):
         run.save()
-
-
-def _learning_rate(run: Run) -> float:
-    from rljax.training.state import warmed_up
-
-    settings = run.config.optimizer
-    done = max(int(run.state.step) - 1, 0)
-    return float(warmed_up(settings.learning_rate, settings.warmup_steps)(done))
 
 
 def _memory() -> dict[str, float]:

@@ -108,6 +108,7 @@ class Run:
     minibatch: Callable[..., Any]
     score: Callable[..., updates.Scores]
     update: Callable[..., Any]
+    learning_rate: Callable[[int], Any]
     checkpoints: Checkpoints
     log: MetricsLog
     state: TrainState
@@ -160,7 +161,12 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
     functions, weights = config.rewards.rewards, config.rewards.reward_weights
     with contextlib.ExitStack() as stack:
         scorer = stack.enter_context(
-            Scorer(functions, weights or None, config.rewards.reward_timeout)
+            Scorer(
+                functions,
+                weights or None,
+                config.rewards.reward_timeout,
+                output=directory / "rewards.log",
+            )
         )
         scorer.check(prompts.prompts[0].columns)
         engine = Engine(
@@ -176,7 +182,7 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
             detokenize=policy.tokenizer.decode,
         )
         objective = make_objective(config)
-        optimizer = states.make_optimizer(config.optimizer)
+        optimizer = states.make_optimizer(config.optimizer, config.updates)
         checkpoints = Checkpoints(directory / "checkpoints", config.run.keep_checkpoints)
         stack.callback(checkpoints.close)
         found = checkpoints.restore(states.abstract(policy.model, optimizer, mesh))
@@ -234,6 +240,7 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
                 ),
                 replay=settings.routing_replay != "none",
             ),
+            learning_rate=states.learning_rate(config.optimizer, config.updates),
             checkpoints=checkpoints,
             log=log,
             state=state,
@@ -328,7 +335,10 @@ class _Policy:
             )
         tokenizer = CharTokenizer(_alphabet(config))
         model = dataclasses.replace(
-            models.PRESETS[name](tokenizer.vocab_size), dtype=dtype, remat=config.model.remat
+            models.PRESETS[name](),
+            vocab_size=tokenizer.vocab_size,
+            dtype=dtype,
+            remat=config.model.remat,
         )
         key = jax.random.key(config.run.seed)
         return cls(model, tokenizer, lambda mesh: models.init(key, model, mesh=mesh))
@@ -388,7 +398,10 @@ def _claim(directory: Path, config: Config, preset: str) -> None:
     for part, fields in now.items():
         for name, value in fields.items():
             old = saved.get(part, {}).get(name)
-            if old != value and f"{part}.{name}" not in _MAY_CHANGE:
+            free = f"{part}.{name}" in _MAY_CHANGE and not (
+                name == "steps" and config.optimizer.lr_schedule != "constant"
+            )
+            if old != value and not free:
                 raise ValueError(
                     f"{directory} holds a run with {name}={old!r}, got {value!r}; choose another "
                     "run_dir, or give the old value to continue it"

@@ -36,19 +36,31 @@ class TrainState:
     skipped_in_row: Int[Array, ""]
 
 
-def warmed_up(rate: float, steps: int) -> optax.Schedule:
-    """A rate that rises linearly over `steps` updates, the first of which is not idle."""
-    if steps <= 1:
-        return optax.constant_schedule(rate)
-    return optax.linear_schedule(rate / steps, rate, steps - 1)
+def learning_rate(settings: OptimizerSettings, updates: int) -> optax.Schedule:
+    """The rate at each update: a linear rise whose first step is not idle, then the schedule.
+
+    Args:
+      settings: Rate, warm-up steps and schedule.
+      updates: Optimizer steps of the whole run.
+    """
+    rate, rise = settings.learning_rate, settings.warmup_steps
+    fall = max(updates - rise, 1)
+    after = {
+        "constant": optax.constant_schedule(rate),
+        "linear": optax.linear_schedule(rate, rate / 10, fall),
+        "cosine": optax.cosine_decay_schedule(rate, fall, alpha=0.1),
+    }[settings.lr_schedule]
+    if rise <= 1:
+        return after
+    return optax.join_schedules([optax.linear_schedule(rate / rise, rate, rise - 1), after], [rise])
 
 
-def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
-    """AdamW behind a global-norm clip, with linear warm-up (Loshchilov and Hutter, 2019)."""
+def make_optimizer(settings: OptimizerSettings, updates: int) -> optax.GradientTransformation:
+    """AdamW behind a global-norm clip (Loshchilov and Hutter, 2019); `updates` as in the rate."""
     return optax.chain(
         optax.clip_by_global_norm(settings.max_grad_norm),
         optax.adamw(
-            warmed_up(settings.learning_rate, settings.warmup_steps),
+            learning_rate(settings, updates),
             b1=settings.adam_b1,
             b2=settings.adam_b2,
             weight_decay=settings.weight_decay,

@@ -43,7 +43,9 @@ def warm_up(run: Run, tell: Callable[[str], None]) -> dict[str, float]:
             "does not have; use a generated task, or sft_target=0"
         )
     optimizer = optax.adamw(
-        states.warmed_up(settings.sft_learning_rate, 20), b2=0.99, weight_decay=0.0
+        optax.linear_schedule(settings.sft_learning_rate / 20, settings.sft_learning_rate, 20),
+        b2=0.99,
+        weight_decay=0.0,
     )
     objective = L.supervised()
     update = updates.make_update(

@@ -1,0 +1,110 @@
+"""A run killed with SIGKILL and started again by the same command goes on as one never killed."""
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from runs import command
+
+_TIMES = ("time", "perf/", "perf_")
+
+
+def last_state(run_dir):
+    places = sorted((run_dir / "checkpoints").iterdir(), key=lambda p: int(p.name))
+    with ocp.StandardCheckpointer() as reader:
+        state = reader.restore(places[-1].absolute() / "state")
+    return int(places[-1].name), state
+
+
+def lines(run_dir):
+    text = (run_dir / "metrics.jsonl").read_text()
+    return [
+        {k: v for k, v in json.loads(line).items() if not k.startswith(_TIMES)}
+        for line in text.splitlines()
+    ]
+
+
+def wait_for_step(process, run_dir, step):
+    """Waits until a step is logged, and a moment more, so that a save may be under way."""
+    for _ in range(3000):
+        file = run_dir / "metrics.jsonl"
+        if file.exists():
+            found = [json.loads(x)["step"] for x in file.read_text().splitlines() if x[-1:] == "}"]
+            if found and max(found) >= step:
+                return
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
+    raise AssertionError("the run never got there")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """An unbroken run, and one killed twice."""
+    base = tmp_path_factory.mktemp("runs")
+    cache = base / "cache"
+    whole = command(base / "whole", cache=cache)
+    out, err = whole.communicate(timeout=600)
+    assert whole.returncode == 0, err
+    for step in (1, 4):
+        broken = command(base / "broken", cache=cache)
+        wait_for_step(broken, base / "broken", step)
+        broken.send_signal(signal.SIGKILL)
+        broken.wait()
+    ended = command(base / "broken", cache=cache)
+    out_again, err = ended.communicate(timeout=600)
+    assert ended.returncode == 0, err
+    return base, json.loads(out.splitlines()[-1]), json.loads(out_again.splitlines()[-1]), err
+
+
+def test_final_parameters_are_equal_bit_for_bit(runs):
+    base, *_ = runs
+    (step, one), (step_again, other) = (last_state(base / n) for n in ("whole", "broken"))
+    assert step == step_again == 6
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_every_step_stands_once_in_the_log_with_the_same_numbers(runs):
+    base, *_ = runs
+    one, other = lines(base / "whole"), lines(base / "broken")
+    assert [x["step"] for x in one] == [0, 1, 2, 3, 4, 5, 6]
+    assert one == other
+    samples = [(base / n / "samples.jsonl").read_text() for n in ("whole", "broken")]
+    assert samples[0] == samples[1]
+
+
+def test_the_result_is_the_same_and_says_what_it_must(runs):
+    _, one, other, err = runs
+    assert set(one) == {"eval_before", "eval_after", "steps", "seconds", "run_dir"}
+    for key in ("eval_before", "eval_after", "steps"):
+        assert one[key] == other[key]
+    assert "continuing" in err
+
+
+def test_mismatch_is_reported_at_every_step_and_is_rounding(runs):
+    base, *_ = runs
+    for line in lines(base / "whole")[1:]:
+        assert line["mismatch/logp_diff_max"] < 1e-5
+        assert line["mismatch/routing_flip_frac"] < 0.01
+        assert {"mismatch/kl", "mismatch/k3", "mismatch/ess", "mismatch/pearson"} <= set(line)
+
+
+def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(runs):
+    base, *_ = runs
+    place = base / "broken" / "checkpoints" / "6" / "state"
+    for file in place.rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"damaged")
+    again = command(base / "broken", cache=base / "cache")
+    _, err = again.communicate(timeout=600)
+    assert again.returncode == 0, err
+    assert "checkpoint of step 6 cannot be read" in err
+    one, other = last_state(base / "whole"), last_state(base / "broken")
+    jax.tree.map(np.testing.assert_array_equal, one, other)
