@@ -79,7 +79,9 @@ def from_flags(text: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
         name, _, size = part.partition("=")
         name = name.strip()
         if not size.strip().isdigit():
-            raise ValueError(f"mesh flag {text!r}: {part!r} is not axis=size; write fsdp=4,expert=2")
+            raise ValueError(
+                f"mesh flag {text!r}: {part!r} is not axis=size; write fsdp=4,expert=2"
+            )
         if name in sizes:
             raise ValueError(f"mesh flag {text!r} names axis {name!r} twice; give it one size")
         sizes[name] = int(size)
