@@ -69,6 +69,7 @@ def test_from_flags():
             meshes.from_flags(text)
 
 
+@pytest.mark.smoke
 def test_sharding_maps_logical_axes_through_the_rules():
     mesh = meshes.make(fsdp=2, expert=2, tensor=2)
     axes = ("layers", "experts", "embed", "mlp")

@@ -169,6 +169,7 @@ def test_no_array_of_all_logits_is_ever_formed(params, batch, name):
 # Padding and packing.
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", CONFIGS)
 def test_contents_of_padding_and_of_other_sequences_change_no_bit(params, batch, name):
     tokens, segments = batch

@@ -55,6 +55,7 @@ def refusal(folder):
     return str(caught.value)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", MODELS)
 def test_saved_and_read_again_is_bit_equal(name, tmp_path):
     for dtype in (jnp.float32, jnp.bfloat16):
