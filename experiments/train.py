@@ -12,39 +12,11 @@ import time
 
 _STARTED = time.perf_counter()
 
-import json
-import logging
-import sys
+import json  # noqa: E402
+import logging  # noqa: E402
+import sys  # noqa: E402
 
-from rljax.config import PRESETS, Config
-
-
-def parse(arguments: list[str]) -> tuple[str, Config]:
-    """The preset's name and its configuration with the flags applied."""
-    import tyro
-
-    name, rest = "arithmetic", []
-    remaining = iter(arguments)
-    for argument in remaining:
-        if argument == "--preset":
-            name = next(remaining, "")
-        elif argument.startswith("--preset="):
-            name = argument.split("=", 1)[1]
-        else:
-            rest.append(argument)
-    if name not in PRESETS:
-        raise ValueError(f"preset={name!r} is unknown; the presets are {', '.join(PRESETS)}")
-    config = tyro.cli(
-        Config,
-        args=rest,
-        default=PRESETS[name](),
-        prog="python -m experiments.train",
-        description=f"--preset {{{','.join(PRESETS)}}} chooses the starting point; this is {name}.\n\n"
-        f"{PRESETS[name].__doc__}",
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
-        use_underscores=True,
-    )
-    return name, config
+from experiments.flags import fail, parse  # noqa: E402
 
 
 def main() -> int:
@@ -53,13 +25,12 @@ def main() -> int:
     logging.getLogger("rljax").setLevel(logging.INFO)
     logging.getLogger("absl").setLevel(logging.ERROR)
     try:
-        name, config = parse(sys.argv[1:])
+        name, config = parse(sys.argv[1:], "python -m experiments.train")
         from rljax.training import train
 
         result = train(config, name, _STARTED)
-    except (ValueError, FileNotFoundError, FloatingPointError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    except (ValueError, OSError, FloatingPointError, ImportError) as error:
+        return fail(error)
     except KeyboardInterrupt:
         print("stopped; the same command continues the run", file=sys.stderr)
         return 130

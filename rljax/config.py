@@ -302,6 +302,7 @@ def smollm2_arithmetic() -> Config:
     return Config(
         model=ModelSettings(model="smollm2", compute_dtype="bfloat16"),
         data=DataSettings(data="small_questions", template="chat", max_prompt_length=64),
+        rewards=RewardSettings(rewards=("numeric",)),
         rollout=RolloutSettings(
             prompts_per_step=4,
             num_generations=8,

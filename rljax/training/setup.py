@@ -372,10 +372,15 @@ def _held_out(
 
 
 def _claim(directory: Path, config: Config, preset: str) -> None:
-    """Writes the configuration into a new run directory, or refuses one that holds another run."""
+    """Writes the configuration into a new run directory, or refuses one that holds another run.
+
+    A directory holds a run once it holds a checkpoint; one whose start failed is new.
+    """
     file = directory / "config.json"
     resume = config.run.resume
-    if not file.exists():
+    checkpoints = directory / "checkpoints"
+    holds = checkpoints.is_dir() and any(p.name.isdigit() for p in checkpoints.iterdir())
+    if not holds:
         if resume == "must":
             raise ValueError(f"resume=must, but {directory} holds no run; check run_dir")
         directory.mkdir(parents=True, exist_ok=True)

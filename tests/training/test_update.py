@@ -1,0 +1,153 @@
+"""The optimizer step: exact under micro-batching and on a mesh; bad gradients are skipped."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax import losses as L
+from rljax import mesh as meshes
+from rljax import models
+from rljax.batch import Batch
+from rljax.config import OptimizerSettings
+from rljax.training import state as states
+from rljax.training import update as updates
+
+CONFIG = models.decoder(
+    vocab_size=16, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=24, num_experts=4
+)
+SETTINGS = OptimizerSettings(learning_rate=1e-2, warmup_steps=1)
+B, T, G = 16, 10, 4
+
+
+def make_batch():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 7, B)
+    mask = (np.arange(T) >= 3) & (np.arange(T) < 3 + lengths[:, None])
+    segments = (np.arange(T) < 3 + lengths[:, None]).astype(np.int32)
+    return Batch(
+        tokens=rng.integers(2, 16, (B, T)).astype(np.int32),
+        mask=mask,
+        segments=segments,
+        positions=np.tile(np.arange(T, dtype=np.int32), (B, 1)),
+        group=np.repeat(np.arange(B // G, dtype=np.int32), G),
+        rewards=rng.random(B).astype(np.float32),
+        rollout_logp=np.where(mask, rng.normal(-2.5, 0.3, (B, T)), 0).astype(np.float32),
+        old_logp=np.where(mask, rng.normal(-2.5, 0.3, (B, T)), 0).astype(np.float32),
+        routing=np.full((B, T, 1, 2), -1, np.int32),
+    )
+
+
+def step(objective, mesh, parts=1, batch=None):
+    optimizer = states.make_optimizer(SETTINGS, 100)
+    params = models.init(jax.random.key(0), CONFIG, mesh=mesh)
+    state = states.create(params, optimizer, mesh)
+    update = updates.make_update(
+        CONFIG, objective, optimizer, temperature=0.8, most_wanted=6, parts=parts, replay=True
+    )
+    with jax.set_mesh(mesh):
+        rows, _ = objective.prepare(meshes.shard_rows(batch or make_batch(), mesh))
+        state, stats, sums = update(state, rows)
+    return state, L.finish(stats), sums
+
+
+def one_device():
+    return meshes.make(devices=jax.devices()[:1])
+
+
+OBJECTIVES = {
+    "gspo": L.gspo(clip_low=0.1, clip_high=0.2),
+    "dapo": L.dapo(overlong_max=6, overlong_cache=3),
+}
+
+
+@pytest.fixture(scope="module", params=OBJECTIVES)
+def whole(request):
+    objective = OBJECTIVES[request.param]
+    return objective, step(objective, one_device())
+
+
+@pytest.mark.parametrize("devices,parts", [(1, 4), (8, 1), (4, 2)])
+def test_micro_batches_and_devices_change_nothing(whole, devices, parts):
+    objective, (expected, numbers, sums) = whole
+    mesh = one_device()
+    if devices > 1:
+        mesh = meshes.make(data=2, fsdp=devices // 2, devices=jax.devices()[:devices])
+    state, found, router = step(objective, mesh, parts)
+    moments, others = state.opt_state[1][0].mu, expected.opt_state[1][0].mu
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-7), moments, others
+    )
+
+    def close(a, b, gradient):
+        # Adam's first step divides a gradient by its own size: rounding decides where it is tiny.
+        clear = np.abs(gradient) > 1e-5
+        np.testing.assert_allclose(np.asarray(a)[clear], np.asarray(b)[clear], atol=1e-5)
+
+    jax.tree.map(close, state.params, expected.params, others)
+    assert found.keys() == numbers.keys()
+    for name, value in numbers.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+    np.testing.assert_array_equal(router.load, sums.load)
+
+
+def test_parameters_and_moments_are_split_over_fsdp():
+    mesh = meshes.make(fsdp=8)
+    params = models.init(jax.random.key(0), CONFIG, mesh=mesh)
+    state = states.create(params, states.make_optimizer(SETTINGS, 100), mesh)
+    moments = state.opt_state[1][0].mu
+    for tree in (state.params, moments):
+        for leaf in (tree["embed"], tree["stacks"][0][0]["feed_forward"]["gate"]):
+            assert leaf.addressable_shards[0].data.size == leaf.size // 8
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
+    batch = make_batch()
+    poisoned = batch.replace(rewards=batch.rewards, old_logp=batch.old_logp * np.nan)
+    mesh = one_device()
+    before = models.init(jax.random.key(0), CONFIG, mesh=mesh)
+    state, _, _ = step(L.grpo(beta=0.0), mesh, batch=poisoned)
+    jax.tree.map(np.testing.assert_array_equal, state.params, before)
+    assert (int(state.step), int(state.skipped), int(state.skipped_in_row)) == (1, 1, 1)
+
+
+def test_a_batch_without_a_token_to_train_is_skipped():
+    batch = make_batch()
+    mesh = one_device()
+    before = models.init(jax.random.key(0), CONFIG, mesh=mesh)
+    state, numbers, _ = step(L.grpo(beta=0.0), mesh, batch=batch.replace(mask=batch.mask & False))
+    jax.tree.map(np.testing.assert_array_equal, state.params, before)
+    assert int(state.skipped) == 1
+    assert np.isfinite(numbers["policy/grad_norm"])
+
+
+def test_the_score_pass_equals_the_update_and_does_not_depend_on_its_cut():
+    batch, mesh = make_batch(), one_device()
+    params = models.init(jax.random.key(0), CONFIG, mesh=mesh)
+    found = [
+        updates.make_score(CONFIG, temperature=0.8, most_wanted=6, parts=parts)(params, batch)
+        for parts in (1, 4)
+    ]
+    logp, entropy = models.token_logprobs(
+        params, CONFIG, batch.tokens, None, batch.segments, temperature=0.8
+    )
+    for scores in found:
+        np.testing.assert_allclose(scores.logp, jnp.where(batch.mask, logp, 0), atol=1e-5)
+        np.testing.assert_allclose(scores.entropy, jnp.where(batch.mask, entropy, 0), atol=1e-5)
+    np.testing.assert_array_equal(found[0].router.load, found[1].router.load)
+
+
+@pytest.mark.parametrize("kind,last", [("constant", 1e-2), ("linear", 1e-3), ("cosine", 1e-3)])
+def test_the_rate_rises_without_an_idle_step_and_falls_as_asked(kind, last):
+    settings = OptimizerSettings(learning_rate=1e-2, warmup_steps=5, lr_schedule=kind)
+    rate = states.learning_rate(settings, 50)
+    np.testing.assert_allclose([rate(i) for i in range(5)], 1e-2 * np.arange(1, 6) / 5, rtol=1e-5)
+    np.testing.assert_allclose(rate(50), last, rtol=1e-5)
+
+
+def test_sizes_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="10 responses of an update do not divide"):
+        updates.micro_batches(10, 4, 0)
+    with pytest.raises(ValueError, match="micro_batch_size=3 must divide the 8"):
+        updates.micro_batches(16, 2, 3)
+    assert updates.micro_batches(16, 2, 2) == 4
