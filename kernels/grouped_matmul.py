@@ -45,7 +45,8 @@ def grouped_matmul(
     """
     if x.ndim != 2 or weights.ndim != 3 or x.shape[1] != weights.shape[1]:
         raise ValueError(
-            f"grouped_matmul needs x [M, D] and weights [E, D, F], got {x.shape} and {weights.shape}"
+            "grouped_matmul needs x [M, D] and weights [E, D, F], got "
+            f"{x.shape} and {weights.shape}"
         )
     if group_sizes.shape != weights.shape[:1]:
         raise ValueError(
@@ -137,6 +138,7 @@ def _blocks_backward(block: int, saved: tuple, g: Array) -> tuple[Array, Array, 
     group, used = _owner(sizes, tiles.shape[0], block)
     g = jnp.where(used[:, None, None], g.reshape(tiles.shape[0], block, -1), 0)
     dx = jnp.einsum("nbf,ndf->nbd", g, weights[group]).reshape(x.shape)
+
     # A scan, not one batched product: [blocks, D, F] would be the largest array of the step.
     def add(total: Array, tile: tuple[Array, Array, Array, Array]) -> tuple[Array, None]:
         e, mine, a, b = tile

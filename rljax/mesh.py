@@ -74,12 +74,17 @@ def from_flags(text: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
     devices = list(jax.devices() if devices is None else devices)
     if not text.strip():
         return make(devices=devices, fsdp=len(devices))
-    sizes = {}
+    sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
+        name = name.strip()
         if not size.strip().isdigit():
-            raise ValueError(f"mesh flag {text!r}: {part!r} is not axis=size; write fsdp=4,expert=2")
-        sizes[name.strip()] = int(size)
+            raise ValueError(
+                f"mesh flag {text!r}: {part!r} is not axis=size; write fsdp=4,expert=2"
+            )
+        if name in sizes:
+            raise ValueError(f"mesh flag {text!r} names axis {name!r} twice; give it one size")
+        sizes[name] = int(size)
     return make(devices=devices, **sizes)
 
 
@@ -96,14 +101,19 @@ def sharding(
       name: What to call the weight in a refusal.
 
     Raises:
-      ValueError: A logical axis has no rule, a mesh axis would be used twice, or a size does
-        not divide.
+      ValueError: A logical axis has no rule, a mesh axis is unknown or would be used twice, or a
+        size does not divide.
     """
     spec: list[str | None] = []
     for size, logical in zip(shape, axes, strict=True):
         if logical is not None and logical not in rules:
             raise ValueError(f"{name}: logical axis {logical!r} has no rule; add it to the table")
         target = rules[logical] if logical is not None else None
+        if target is not None and target not in mesh.shape:
+            raise ValueError(
+                f"{name}: logical axis {logical!r} is mapped to mesh axis {target!r} which is "
+                f"unknown; the axes are {', '.join(mesh.axis_names)}"
+            )
         ways = mesh.shape[target] if target is not None else 1
         if ways == 1:
             spec.append(None)

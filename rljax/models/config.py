@@ -134,9 +134,7 @@ class ModelConfig:
     @property
     def mixture_layers(self) -> tuple[int, ...]:
         """Indices of the layers with experts, in order: the layers of `Batch.routing`."""
-        return tuple(
-            i for i, b in enumerate(self.layers) if isinstance(b.feed_forward, Experts)
-        )
+        return tuple(i for i, b in enumerate(self.layers) if isinstance(b.feed_forward, Experts))
 
     @property
     def top_k(self) -> int:
@@ -154,7 +152,11 @@ class ModelConfig:
     def num_experts(self) -> int:
         """Experts in a mixture layer (the most, where layers differ); 0 for a dense model."""
         return max(
-            (b.feed_forward.num_experts for b in self.layers if isinstance(b.feed_forward, Experts)),
+            (
+                b.feed_forward.num_experts
+                for b in self.layers
+                if isinstance(b.feed_forward, Experts)
+            ),
             default=0,
         )
 

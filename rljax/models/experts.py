@@ -135,7 +135,7 @@ def _pick_forward(x: Array, index: Array, inverse: Array) -> tuple[Array, tuple]
 
 
 def _pick_backward(saved: tuple, g: Array) -> tuple[Array, None, None]:
-    index, inverse = saved
+    _, inverse = saved
     return g.at[inverse].get(mode="fill", fill_value=0), None, None
 
 

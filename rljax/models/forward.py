@@ -16,7 +16,7 @@ from rljax.models.experts import RouterOutputs
 from rljax.models.parameters import Params
 
 Attend = Callable[[Array, Array, Array, Array, Any], tuple[Array, Any]]
-"""(q [B, T, H, d], k [B, T, K, d], v [B, T, K, d], layer index, cache) -> (out [B, T, H, d], cache)."""
+"""(q [B, T, H, d], k and v [B, T, K, d], layer index, cache) -> (out [B, T, H, d], cache)."""
 
 _MASKED = -1e30
 _UNROLLED = 4  # so few layers compile and run faster one by one than as a loop
@@ -192,12 +192,18 @@ def hidden_states(
         ) -> tuple[tuple[Array, Any, Array], dict[str, Array] | None]:
             x, cache, layer = carry
             weights, replay = xs
-            outputs = []
+            outputs: list[dict[str, Array]] = []
             for i, (block, p) in enumerate(zip(stack.pattern, weights, strict=True)):
                 with jax.named_scope("attention"):
                     y = rms_norm(x, p["attention_norm"], config.norm_eps)
                     y, cache = _attention(
-                        p["attention"], y, positions, block.attention, config, attend, layer + i,
+                        p["attention"],
+                        y,
+                        positions,
+                        block.attention,
+                        config,
+                        attend,
+                        layer + i,
                         cache,
                     )
                     x = x + y
@@ -231,8 +237,10 @@ def hidden_states(
     joined = {
         "experts": jnp.concatenate([f["experts"] for f in found]).transpose(1, 2, 0, 3),
         "load": jnp.concatenate(
-            [jnp.pad(f["load"], ((0, 0), (0, config.num_experts - f["load"].shape[1])))
-             for f in found]
+            [
+                jnp.pad(f["load"], ((0, 0), (0, config.num_experts - f["load"].shape[1])))
+                for f in found
+            ]
         ),
         "entropy": jnp.concatenate([f["entropy"] for f in found]),
         "flips": jnp.concatenate([f["flips"] for f in found]),
@@ -240,7 +248,9 @@ def hidden_states(
     return x, cache, RouterOutputs(tokens=jnp.sum(counted.astype(jnp.float32)), **joined)
 
 
-def embed(params: Params, config: ModelConfig, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
+def embed(
+    params: Params, config: ModelConfig, tokens: Int[Array, "*batch"]
+) -> Float[Array, "*batch D"]:
     """The embeddings of tokens, in the compute dtype."""
     # Cast after the look-up: the gradients of a token's places then add up in the parameters'
     # dtype, and no second embedding is formed.
@@ -260,9 +270,7 @@ def output_logits(params: Params, config: ModelConfig, hidden: Array) -> Array:
     )
 
 
-def _places(
-    tokens: Array, positions: Array | None, segments: Array | None
-) -> tuple[Array, Array]:
+def _places(tokens: Array, positions: Array | None, segments: Array | None) -> tuple[Array, Array]:
     """Positions and segments where they are not given: one segment a row, from 0."""
     if segments is None:
         segments = jnp.ones(tokens.shape, jnp.int32)
@@ -329,8 +337,14 @@ def token_logprobs(
       entropy: float32, nats; of the distribution that the token at t was drawn from.
     """
     logp, entropy, _ = score_tokens(
-        params, config, tokens, positions, segments,
-        temperature=temperature, routing=routing, chunk=chunk,
+        params,
+        config,
+        tokens,
+        positions,
+        segments,
+        temperature=temperature,
+        routing=routing,
+        chunk=chunk,
     )
     return logp, entropy
 
@@ -376,8 +390,13 @@ def score_tokens(
         )
     positions, segments = _places(tokens, positions, segments)
     hidden, _, router = hidden_states(
-        params, config, tokens, positions, full_attention(segments),
-        counted=segments > 0, routing=routing,
+        params,
+        config,
+        tokens,
+        positions,
+        full_attention(segments),
+        counted=segments > 0,
+        routing=routing,
     )
     follows = jnp.pad(
         (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0), ((0, 0), (1, 0))
@@ -401,7 +420,11 @@ def score_tokens(
 
 
 def _score(
-    params: Params, config: ModelConfig, hidden: Array, targets: Array, temperature: float,
+    params: Params,
+    config: ModelConfig,
+    hidden: Array,
+    targets: Array,
+    temperature: float,
     chunk: int,
 ) -> tuple[Array, Array]:
     """Log-probability and entropy of each target, in chunks of tokens recomputed backwards.

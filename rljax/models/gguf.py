@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,8 +29,6 @@ TABLE: Table = {
     "dense/down": linear("blk.{layer}.ffn_down.weight"),
 }
 """Where llama's parameters are in a GGUF file."""
-
-_INERT = re.compile(r"(GGUF|general|tokenizer|quantize|split)\.")
 
 
 def _package() -> ModuleType:
@@ -108,7 +105,8 @@ def _config(values: dict[str, Any], vocab: int | None, tied: bool, where: str) -
             f"{where}: general.architecture={family!r} is not supported in GGUF files, only "
             "'llama' is; load the model's Hugging Face folder instead"
         )
-    f = Fields({k: v for k, v in values.items() if not _INERT.match(k)}, where)
+    # Only fields under the architecture's name describe the model.
+    f = Fields({k: v for k, v in values.items() if k.startswith("llama.")}, where)
     width, heads = f.size("llama.embedding_length"), f.size("llama.attention.head_count")
     head_dim = f.size("llama.attention.key_length", width // heads)
     f.must("llama.attention.value_length", head_dim)

@@ -38,9 +38,7 @@ class Parameter:
 
     def stacked(self, repeats: int) -> Parameter:
         """The same parameter for `repeats` equal layers."""
-        return dataclasses.replace(
-            self, shape=(repeats, *self.shape), axes=("layers", *self.axes)
-        )
+        return dataclasses.replace(self, shape=(repeats, *self.shape), axes=("layers", *self.axes))
 
 
 def _matrix(shape: tuple[int, ...], axes: tuple[str | None, ...], fan_in: int) -> Parameter:
@@ -128,9 +126,7 @@ def names(config: ModelConfig) -> Params:
     )
 
 
-def shardings(
-    config: ModelConfig, mesh: Mesh, rules: meshes.Rules = meshes.TRAIN_RULES
-) -> Params:
+def shardings(config: ModelConfig, mesh: Mesh, rules: meshes.Rules = meshes.TRAIN_RULES) -> Params:
     """The tree of `NamedSharding`s of a model's parameters on a mesh, by a rule table.
 
     Raises:

@@ -1,6 +1,6 @@
 """Named configurations: the embedded default, those of the benchmarks, and published models.
 
-`models.config` says what the fields mean; weights of the published ones load with
+Each takes the size of the vocabulary where it has none of its own. Published weights load with
 `models.from_pretrained`, which finds the same configuration in their config.json.
 """
 

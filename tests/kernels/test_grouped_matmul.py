@@ -38,6 +38,7 @@ def run(backend, x, w, cotangent, sizes):
     return out, *pull(cotangent)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("backend", ["ragged", "blocks"])
 @pytest.mark.parametrize("name", SIZES)
 def test_equals_the_loop_in_values_and_gradients(arrays, backend, name):

@@ -95,6 +95,7 @@ def assert_equal_trees(a, b):
     )
 
 
+@pytest.mark.smoke
 def test_reads_configuration_and_weights(file, params):
     config, found = models.from_pretrained(file)
     assert config.norm_eps == pytest.approx(1e-5)  # float32 in the file

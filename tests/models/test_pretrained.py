@@ -1,7 +1,11 @@
 """Weight files: what is read is what was written, and what does not fit is refused by name."""
 
 import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -51,6 +55,7 @@ def refusal(folder):
     return str(caught.value)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", MODELS)
 def test_saved_and_read_again_is_bit_equal(name, tmp_path):
     for dtype in (jnp.float32, jnp.bfloat16):
@@ -158,6 +163,38 @@ def test_every_weight_is_read_once(monkeypatch):
     )
     models.from_pretrained(GOLDEN / "qwen3_moe", mesh=meshes.make(data=2, fsdp=4))
     assert sorted(read) == sorted(load_file(GOLDEN / "qwen3_moe" / "model.safetensors"))
+
+
+PROCESS = """
+import sys, jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.config.update("jax_num_cpu_devices", 2)
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+from rljax import mesh, models
+config, params = models.from_pretrained(sys.argv[3], mesh=mesh.make(expert=2, fsdp=2))
+models.save_pretrained(sys.argv[4], config, params, shard_bytes=20_000)
+"""
+
+
+def test_two_processes_read_and_write_one_model(tmp_path):
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        address = f"localhost:{s.getsockname()[1]}"
+    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    source, target = GOLDEN / "qwen3_moe", tmp_path / "saved"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, address, str(i), str(source), str(target)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    assert_equal_trees(models.from_pretrained(target)[1], models.from_pretrained(source)[1])
 
 
 def test_compute_dtype():

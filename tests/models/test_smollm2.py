@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -42,3 +45,28 @@ def test_greedy_continuation(file, dtype):
         np.testing.assert_allclose(head, EXPECTED["last_prompt_logits_head"], atol=2e-4)
     else:  # near-ties may flip at 8 bits
         assert likeliest[0] == chosen[0] and (likeliest == chosen).mean() > 0.9
+
+
+MEASURE = """
+import re, sys, jax, jax.numpy as jnp
+from rljax import models
+def peak():  # of this process alone, in kB
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+jax.block_until_ready(jnp.zeros(1))
+before = peak()
+_, params = models.from_pretrained(sys.argv[1], dtype=sys.argv[2])
+jax.block_until_ready(params)
+print((peak() - before) * 1024 / sum(x.nbytes for x in jax.tree.leaves(params)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_loading_needs_little_more_memory_than_the_weights(file):
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(file), "float32"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert 1 <= float(run.stdout) < 1.3

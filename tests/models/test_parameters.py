@@ -1,0 +1,131 @@
+"""One declaration: shapes, initial values, counts and refusals all agree with it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from rljax import mesh as meshes
+from rljax import models
+from rljax.models import Attention, Block, Dense, Experts, ModelConfig, Stack
+from rljax.models.families import stacks
+
+CONFIG = models.decoder(
+    vocab_size=64,
+    hidden_size=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=16,
+    num_experts=4,
+    bias=True,
+    tie_embeddings=False,
+)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return models.init(jax.random.key(0), CONFIG)
+
+
+def test_init_has_the_declared_shapes_scales_and_constants(params):
+    models.check(params, CONFIG)
+    declared = models.declare(CONFIG)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype.name), params) == jax.tree.map(
+        lambda p: (p.shape, "float32"), declared
+    )
+    firsts = []
+    for p, x in zip(jax.tree.leaves(declared), jax.tree.leaves(params), strict=True):
+        if p.scale is None:
+            assert (x == p.value).all()
+        else:
+            assert np.std(x) == pytest.approx(p.scale, rel=0.2)
+            firsts.append(float(x.ravel()[0]) / p.scale)
+    assert len(set(firsts)) == len(firsts)  # no two are drawn alike
+    assert models.count(CONFIG) == sum(x.size for x in jax.tree.leaves(params))
+
+
+def test_init_does_not_depend_on_the_mesh(params):
+    mesh = meshes.make(fsdp=4, expert=2)
+    placed = models.init(jax.random.key(0), CONFIG, mesh=mesh)
+    shardings = models.shardings(CONFIG, mesh)
+    for a, b, s in zip(*map(jax.tree.leaves, (params, placed, shardings)), strict=True):
+        assert b.sharding.is_equivalent_to(s, b.ndim)
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_abstract_and_names(params):
+    shapes = models.abstract(CONFIG, jnp.bfloat16)
+    assert jax.tree.structure(shapes) == jax.tree.structure(params)
+    assert {x.dtype.name for x in jax.tree.leaves(shapes)} == {"bfloat16"}
+    mesh = meshes.make(fsdp=8)
+    assert models.abstract(CONFIG, mesh=mesh)["embed"].sharding.spec == P(None, "fsdp")
+    assert models.names(CONFIG)["stacks"][0][0]["attention"]["q"] == "stacks/0/0/attention/q"
+
+
+def test_compute_dtype_spares_norms_and_routers(params):
+    half = models.for_compute(params, dataclasses.replace(CONFIG, dtype="bfloat16"))
+    layer = half["stacks"][0][0]
+    assert layer["attention"]["q"].dtype == jnp.bfloat16
+    assert layer["feed_forward"]["router"].dtype == layer["attention_norm"].dtype == jnp.float32
+
+
+def test_check_names_what_does_not_fit(params):
+    def spoiled(change):
+        p = jax.tree.map(lambda x: x, params)
+        change(p)
+        return p
+
+    for change, message in [
+        (lambda p: p.pop("norm"), r"norm.*says \(16,\), got absent"),
+        (lambda p: p.update(extra=p["norm"]), r"extra.*says absent, got \(16,\)"),
+        (lambda p: p.update(norm=p["norm"][:8]), r"norm.*says \(16,\), got \(8,\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            models.check(spoiled(change), CONFIG)
+
+
+def test_active_parameters_are_those_of_the_chosen_experts():
+    one = models.decoder(
+        vocab_size=64, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2,
+        intermediate_size=16, num_experts=2, bias=True, tie_embeddings=False,
+    )  # fmt: skip
+    routers = 2 * 16 * (4 - 2)
+    assert models.count_active(CONFIG) == models.count(one) + routers
+
+
+def test_unequal_layers_are_grouped_into_few_stacks():
+    attention = Attention(2, 2, 4)
+    a, b = Block(attention, Dense(8)), Block(attention, Experts(4, 2, 8))
+    assert stacks([a, a, a]) == (Stack((a,), 3),)
+    assert stacks([a, b, a, b]) == (Stack((a, b), 2),)
+    assert stacks([a, b, b, b]) == (Stack((a,), 1), Stack((b,), 3))
+    assert stacks([a]) == (Stack((a,), 1),)
+    for layers in ([a, b, a, b], [a, b, b], [b, a, a]):
+        config = ModelConfig(8, 8, stacks(layers))
+        assert config.layers == tuple(layers)
+        assert config.mixture_layers == tuple(i for i, x in enumerate(layers) if x == b)
+        assert (config.top_k, config.num_experts) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Attention(4, 3, 8), "num_heads=4 is not a multiple of num_kv_heads=3"),
+        (lambda: Attention(4, 2, 7), "head_dim=7 is odd"),
+        (lambda: Experts(4, 5, 8), "top_k=5 must lie between 1 and num_experts=4"),
+        (
+            lambda: ModelConfig(8, 8, stacks([
+                Block(Attention(2, 2, 4), Experts(4, 1, 8)),
+                Block(Attention(2, 2, 4), Experts(4, 2, 8)),
+            ])).top_k,
+            "mixture layers differ in top_k",
+        ),
+    ],
+)  # fmt: skip
+def test_configurations_that_cannot_be_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,149 @@
+"""The mesh, its rule tables, and what they refuse."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from rljax import mesh as meshes
+from rljax import models
+
+CONFIG = models.decoder(
+    vocab_size=64,
+    hidden_size=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=12,
+    num_experts=4,
+    tie_embeddings=False,
+)
+
+
+def test_make_has_all_axes_of_type_auto():
+    mesh = meshes.make(data=2, fsdp=4)
+    assert mesh.axis_names == meshes.AXES
+    assert dict(mesh.shape) == {
+        "data": 2,
+        "fsdp": 4,
+        "expert": 1,
+        "context": 1,
+        "tensor": 1,
+        "stage": 1,
+    }
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    assert list(mesh.devices.ravel()) == jax.devices()
+    two = meshes.make(devices=jax.devices()[2:4], tensor=2)
+    assert list(two.devices.ravel()) == jax.devices()[2:4]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"model": 8}, "mesh axis 'model' is unknown; the axes are data, fsdp, expert"),
+        ({"data": 0, "fsdp": 8}, "mesh axis data=0 must be at least 1"),
+        ({"data": 2, "fsdp": 2}, "mesh data=2,fsdp=2 needs 4 devices, got 8; change a size"),
+        ({}, "mesh all axes 1 needs 1 devices, got 8"),
+    ],
+)
+def test_make_refuses(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        meshes.make(**sizes)
+
+
+def test_from_flags():
+    assert dict(meshes.from_flags("").shape)["fsdp"] == 8
+    mesh = meshes.from_flags(" fsdp=4, expert=2 ")
+    assert (mesh.shape["fsdp"], mesh.shape["expert"]) == (4, 2)
+    for text, message in [
+        ("fsdp", "mesh flag 'fsdp': 'fsdp' is not axis=size"),
+        ("fsdp=four", "is not axis=size; write fsdp=4,expert=2"),
+        ("fsdp=-8", "is not axis=size"),
+        ("fsdp=8,", "'' is not axis=size"),
+        ("fsdp=4,fsdp=2", "names axis 'fsdp' twice"),
+        ("rows=8", "mesh axis 'rows' is unknown"),
+        ("fsdp=3", "mesh fsdp=3 needs 3 devices, got 8"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            meshes.from_flags(text)
+
+
+@pytest.mark.smoke
+def test_sharding_maps_logical_axes_through_the_rules():
+    mesh = meshes.make(fsdp=2, expert=2, tensor=2)
+    axes = ("layers", "experts", "embed", "mlp")
+    found = meshes.sharding(mesh, (3, 4, 8, 6), axes, meshes.TRAIN_RULES)
+    assert found.spec == P(None, "expert", "fsdp", "tensor")
+    rollout = meshes.sharding(mesh, (3, 4, 8, 6), axes, meshes.ROLLOUT_RULES)
+    assert rollout.spec == P(None, "expert", None, "tensor")
+    # A mesh axis of size 1 splits nothing, so any size will do.
+    assert meshes.sharding(meshes.make(data=8), (3, 4, 7, 5), axes, meshes.TRAIN_RULES).spec == P(
+        None, None, None, None
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "rules", "message"),
+    [
+        (
+            (10, 4),
+            ("embed", None),
+            meshes.TRAIN_RULES,
+            "w: axis 'embed' of size 10 does not divide over mesh axis fsdp=8; the nearest sizes "
+            "that do are 5 and 10",
+        ),
+        ((8,), ("width",), meshes.TRAIN_RULES, "w: logical axis 'width' has no rule"),
+        (
+            (8, 16),
+            ("embed", "mlp"),
+            {"embed": "fsdp", "mlp": "fsdp"},
+            "w: mesh axis 'fsdp' would split two dimensions of \\(8, 16\\)",
+        ),
+        ((8,), ("embed",), {"embed": "rows"}, "w: .*'embed'.*mesh axis 'rows' which is unknown"),
+    ],
+)
+def test_sharding_refuses(shape, axes, rules, message):
+    with pytest.raises(ValueError, match=message):
+        meshes.sharding(meshes.make(fsdp=8), shape, axes, rules, "w")
+
+
+def test_every_parameter_has_a_rule_and_a_shard():
+    mesh = meshes.make(fsdp=2, expert=2, tensor=2)
+    for rules in (meshes.TRAIN_RULES, meshes.ROLLOUT_RULES):
+        placed = models.shardings(CONFIG, mesh, rules)
+        shapes = models.abstract(CONFIG)
+        assert jax.tree.structure(placed) == jax.tree.structure(shapes)
+        layer, shape = placed["stacks"][0][0], shapes["stacks"][0][0]
+        split = layer["feed_forward"]["gate"].shard_shape(shape["feed_forward"]["gate"].shape)
+        assert split == (2, 2, 8 if rules is meshes.TRAIN_RULES else 16, 6)
+        heads = layer["attention"]["k"].shard_shape(shape["attention"]["k"].shape)
+        assert heads == (2, 8 if rules is meshes.TRAIN_RULES else 16, 1, 4)
+    with pytest.raises(ValueError, match="stacks/0/0/attention/k: axis 'kv_heads' of size 2 does"):
+        models.shardings(CONFIG, meshes.make(tensor=8))
+
+
+def test_rows_are_split_over_data_and_fsdp():
+    mesh = meshes.make(data=2, fsdp=2, tensor=2)
+    assert meshes.batch_shards(mesh) == 4 and meshes.batch_shards(None) == 1
+    tree = {"a": np.arange(8), "b": np.ones((4, 3))}
+    put = meshes.shard_rows(tree, mesh)
+    assert put["a"].sharding.shard_shape((8,)) == (2,)
+    assert put["b"].sharding.shard_shape((4, 3)) == (1, 3)
+    assert np.array_equal(put["a"], tree["a"])
+    with pytest.raises(ValueError, match="6 rows do not divide over data×fsdp = 4 devices"):
+        meshes.shard_rows(np.ones(6), mesh)
+    whole = jax.device_put(np.ones(6), meshes.replicated(mesh))
+    assert whole.sharding.is_fully_replicated
+
+
+def test_constrain_rows():
+    x = np.ones((8, 2), np.float32)
+    assert meshes.constrain_rows(x) is x
+    mesh = meshes.make(data=2, fsdp=4)
+    with jax.set_mesh(mesh):
+        split = jax.jit(meshes.constrain_rows)(x)
+    assert split.sharding.shard_shape((8, 2)) == (1, 2)
+    explicit = jax.make_mesh((8,), ("fsdp",))
+    with jax.set_mesh(explicit):
+        assert meshes.constrain_rows(x) is x
