@@ -98,8 +98,8 @@ def experts(
 
         share = jnp.zeros((n, e), jnp.float32).at[jnp.arange(n)[:, None], chosen].add(weights)
         hidden = jax.nn.silu(x @ wide(gate)) * (x @ wide(up))
-        hidden = hidden.reshape(n, e, -1) * share.astype(x.dtype)[:, :, None]
-        return hidden.reshape(n, -1) @ down.reshape(-1, down.shape[2])
+        weighed = hidden.reshape(n, e, -1).astype(jnp.float32) * share[:, :, None]
+        return weighed.reshape(n, -1).astype(x.dtype) @ down.reshape(-1, down.shape[2])
 
     flat = chosen.reshape(-1)
     order = jnp.argsort(flat, stable=True)

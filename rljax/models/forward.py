@@ -257,16 +257,18 @@ def embed(
     return params["embed"][tokens].astype(config.dtype)
 
 
-def output_matrix(params: Params, config: ModelConfig) -> Float[Array, "D V"]:
-    """The matrix from hidden states to logits: `output`, or the embedding turned round."""
-    return params["embed"].T if config.tie_embeddings else params["output"]
-
-
 def output_logits(params: Params, config: ModelConfig, hidden: Array) -> Array:
     """Logits in float32 [..., V] from final hidden states [..., D]."""
-    w = output_matrix(params, config).astype(hidden.dtype)
-    return jnp.matmul(
-        hidden, w, preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST
+    # The tied embedding is contracted as it lies: turning it round would copy it at every step.
+    name, subscripts = ("embed", "...d,vd->...v") if config.tie_embeddings else (
+        "output", "...d,dv->...v",
+    )  # fmt: skip
+    return jnp.einsum(
+        subscripts,
+        hidden,
+        params[name].astype(hidden.dtype),
+        preferred_element_type=jnp.float32,
+        precision=jax.lax.Precision.HIGHEST,
     )
 
 

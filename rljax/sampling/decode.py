@@ -15,7 +15,8 @@ from rljax.models.parameters import Params
 from rljax.sampling.draw import draw, keep_mask, row_keys
 
 Pool = dict[str, Array]
-"""`k` and `v`, each [layers, pages, page_size, kv_heads, head_dim] in the compute dtype."""
+"""`k` and `v`, each [layers, pages, page_size, kv_heads, head_dim] in the compute dtype; bfloat16
+as its bits in uint16, since XLA on CPU scatters bfloat16 by converting the whole operand."""
 
 
 @struct.dataclass
@@ -79,7 +80,15 @@ def make_pool(config: ModelConfig, num_pages: int, page_size: int) -> Pool:
         raise ValueError(f"layers differ in (kv_heads, head_dim) ({sorted(shapes)}); one pool "
                          "holds equal layers only")
     shape = (config.num_layers, num_pages, page_size, *shapes.pop())
-    return {name: jnp.zeros(shape, config.dtype) for name in ("k", "v")}
+    return {name: _to_bits(jnp.zeros(shape, config.dtype)) for name in ("k", "v")}
+
+
+def _to_bits(x: Array) -> Array:
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
+
+
+def _from_bits(x: Array) -> Array:
+    return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
 
 
 def paged_attention(
@@ -99,12 +108,12 @@ def paged_attention(
         page = jnp.where(live, page, num_pages)  # out of bounds: dropped
         offset = positions % page_size
         pool = {
-            name: pool[name].at[layer, page, offset].set(new, mode="drop")
+            name: pool[name].at[layer, page, offset].set(_to_bits(new), mode="drop")
             for name, new in (("k", k), ("v", v))
         }
         rows, pages = table.shape
         keys, values = (
-            pool[name][layer, table].reshape(rows, pages * page_size, *k.shape[2:])
+            _from_bits(pool[name][layer, table]).reshape(rows, pages * page_size, *k.shape[2:])
             for name in ("k", "v")
         )
         place = jnp.arange(pages * page_size)
