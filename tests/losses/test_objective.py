@@ -49,6 +49,20 @@ def test_first_on_policy_step(batch):
     assert abs(token_mean.loss(batch.old_logp, token_mean.prepare(batch)[0])[0]) > 1e-3
 
 
+def test_on_policy_loss_of_unequal_lengths(make_batch):
+    """Advantages ±.866 on 10 and 100 tokens: not 0 under token mean, 0 under sequence mean."""
+    old = -np.ones((4, 100), np.float32)
+    batch = make_batch([1, 1, -1, -1], [10, 10, 100, 100], old_logp=old)
+    by_sequence, by_token = (
+        L.Objective(L.group_normalize(), L.chain(L.token_ratio(), L.ppo_clip()), weights)
+        for weights in (L.sequence_mean(), L.token_mean())
+    )
+    loss = by_sequence.loss(batch.old_logp, by_sequence.prepare(batch)[0])[0]
+    assert abs(loss) < 1e-6
+    loss = by_token.loss(batch.old_logp, by_token.prepare(batch)[0])[0]
+    assert loss == pytest.approx(0.866025 * (100 - 10) / 110, rel=1e-4)
+
+
 def test_without_old_logp_the_live_policy_is_the_anchor(batch, logp):
     for objective in (L.grpo(beta=0.0), L.gspo()):
         with_old = objective.prepare(batch.replace(old_logp=logp))[0]
