@@ -5,21 +5,42 @@ defaults come from, and what the caller supplies in the batch. r = π/π_old, μ
 sampled, ρ = π_old/μ, sg stops the gradient, |y| counts a response's own tokens.
 """
 
+import math
+
 from rljax.losses.advantages import (
+    batch_whiten,
+    gae,
+    gdpo_normalize,
     group_center,
     group_normalize,
+    leave_one_out,
+    mean_normalize,
+    returns_to_go,
+    teacher_gap,
     uniform,
 )
 from rljax.losses.base import chain
+from rljax.losses.corrections import truncated_is
+from rljax.losses.critic import value_loss
 from rljax.losses.estimators import Estimator
 from rljax.losses.masks import drop_zero_variance
 from rljax.losses.masks import mask_truncated as drop_truncated
 from rljax.losses.objective import Objective
-from rljax.losses.ratios import sequence_ratio, token_ratio
+from rljax.losses.ratios import sequence_ratio, sequence_token_ratio, token_ratio
 from rljax.losses.regularisers import kl
-from rljax.losses.shaping import soft_overlong
-from rljax.losses.trust_regions import policy_gradient, ppo_clip
-from rljax.losses.weights import constant, sequence_mean, token_mean
+from rljax.losses.shaping import kl_in_reward, soft_overlong
+from rljax.losses.trust_regions import (
+    cispo_weight,
+    clip_mask,
+    dppo_tv,
+    gmpo_clip,
+    off_policy_mask,
+    policy_gradient,
+    ppo_clip,
+    sapo_gate,
+    vespo_weight,
+)
+from rljax.losses.weights import constant, prompt_mean, sequence_mean, token_mean
 
 
 def supervised() -> Objective:
@@ -135,6 +156,428 @@ def gspo(
         weights=sequence_mean(),
         regularisers=_kl(beta, kl_estimator, kl_unbiased),
     )
+
+
+def gspo_token(
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    dual_clip: float | None = None,
+    beta: float = 0.0,
+    kl_estimator: Estimator = "k3",
+    kl_unbiased: bool = False,
+    advantage_eps: float = 1e-6,
+) -> Objective:
+    """GSPO with a gradient of each token's own (arXiv:2507.18071, section 4.3).
+
+    J = min(s_t·A_t, clip(s_t)·A_t), s_t = sg(s)·π_t/sg(π_t): the value of the response's ratio.
+    Its gradient equals GSPO's where A is the same all along a response.
+    Supply old_logp; at least 2 responses a prompt.
+    """
+    return Objective(
+        advantage=group_normalize(advantage_eps),
+        policy=chain(sequence_token_ratio(), ppo_clip(clip_low, clip_high, dual_clip)),
+        weights=sequence_mean(),
+        regularisers=_kl(beta, kl_estimator, kl_unbiased),
+    )
+
+
+def cispo(
+    cap: float = 5.0,
+    beta: float = 0.0,
+    kl_estimator: Estimator = "k3",
+    kl_unbiased: bool = False,
+    advantage_eps: float = 1e-6,
+) -> Objective:
+    """Clipped importance-sampling weights (CISPO, MiniMax-M1, arXiv:2506.13585).
+
+    J = sg(min(r_t, cap))·A·log π_t, a mean over the batch's tokens: a large ratio bounds a token's
+    weight and never drops it. cap is absolute, 5.0 and not 1 + ε; there is no lower bound.
+    Supply old_logp; at least 2 responses a prompt.
+    """
+    return Objective(
+        advantage=group_normalize(advantage_eps),
+        policy=chain(token_ratio(), cispo_weight(cap)),
+        weights=token_mean(),
+        regularisers=_kl(beta, kl_estimator, kl_unbiased),
+    )
+
+
+def gmpo(
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+    beta: float = 0.0,
+    kl_estimator: Estimator = "k3",
+    kl_unbiased: bool = False,
+    advantage_eps: float = 1e-6,
+) -> Objective:
+    """Geometric-mean policy optimization (arXiv:2507.20673).
+
+    J = A·exp(mean_t of log r_t, each held below clip_high where A > 0 and above -clip_low where
+    A < 0); every response weighs the same. The window is in log space, ±0.4. GSPO, which it
+    resembles, clips after the mean.
+    Supply old_logp; at least 2 responses a prompt.
+    """
+    return Objective(
+        advantage=group_normalize(advantage_eps),
+        policy=chain(token_ratio(), gmpo_clip(clip_low, clip_high)),
+        weights=sequence_mean(),
+        regularisers=_kl(beta, kl_estimator, kl_unbiased),
+    )
+
+
+def sapo(
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+    beta: float = 0.0,
+    kl_estimator: Estimator = "k3",
+    kl_unbiased: bool = False,
+    advantage_eps: float = 1e-6,
+) -> Objective:
+    """Soft adaptive policy optimization (arXiv:2511.20347).
+
+    J = (4/τ)·σ(τ(r_t - 1))·A, τ = tau_pos where A > 0 and tau_neg elsewhere; every response weighs
+    the same. The gate fades where PPO's clip cuts. Defaults: 1 and 1.05.
+    Supply old_logp; at least 2 responses a prompt.
+    """
+    return Objective(
+        advantage=group_normalize(advantage_eps),
+        policy=chain(token_ratio(), sapo_gate(tau_pos, tau_neg)),
+        weights=sequence_mean(),
+        regularisers=_kl(beta, kl_estimator, kl_unbiased),
+    )
+
+
+def rloo(
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    beta: float = 0.0,
+    kl_estimator: Estimator = "k3",
+    kl_unbiased: bool = False,
+) -> Objective:
+    """REINFORCE leave-one-out (arXiv:2402.14740).
+
+    J = min(s·A, clip(s)·A) with s = Π_t r_t, the ratio of the whole response, and A = R - mean of
+    the prompt's other responses; every response weighs once, 1/B. Default ε 0.2.
+    Supply old_logp; at least 2 responses a prompt.
+    """
+    return Objective(
+        advantage=leave_one_out(),
+        policy=chain(sequence_ratio(normalize=False), ppo_clip(clip_low, clip_high, dual_clip)),
+        weights=sequence_mean(),
+        regularisers=_kl(beta, kl_estimator, kl_unbiased),
+    )
+
+
+def reinforce_plus_plus(
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    beta: float = 0.0,
+    kl_estimator: Estimator = "k1",
+    gamma: float = 1.0,
+) -> Objective:
+    """REINFORCE++ (arXiv:2501.03262).
+
+    J = min(r_t·A_t, clip(r_t)·A_t), A_t the returns to go of the token rewards, -β·k1 to the
+    reference each and R at the last, whitened over the rollout batch's tokens; a mean over tokens.
+    Supply old_logp, and ref_logp unless beta is 0. One response a prompt is enough.
+    """
+    return Objective(
+        advantage=chain(returns_to_go(gamma), batch_whiten(per="token")),
+        policy=chain(token_ratio(), ppo_clip(clip_low, clip_high, dual_clip)),
+        weights=token_mean(),
+        shaping=(kl_in_reward(beta, kl_estimator),) if beta else (),
+    )
+
+
+def reinforce_plus_plus_baseline(
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    beta: float = 0.0,
+    kl_estimator: Estimator = "k2",
+    kl_unbiased: bool = False,
+) -> Objective:
+    """REINFORCE++ with a group baseline (arXiv:2501.03262).
+
+    J = min(r_t·A, clip(r_t)·A) - β·k2(π, ref), A = R - mean of the prompt's responses, whitened
+    over the rollout batch's tokens; a mean over tokens.
+    Supply old_logp, and ref_logp unless beta is 0; at least 2 responses a prompt.
+    """
+    return Objective(
+        advantage=chain(group_center(), batch_whiten(per="token")),
+        policy=chain(token_ratio(), ppo_clip(clip_low, clip_high, dual_clip)),
+        weights=token_mean(),
+        regularisers=_kl(beta, kl_estimator, kl_unbiased),
+    )
+
+
+def minirl(
+    clip_low: float = 0.2,
+    clip_high: float = 0.27,
+    cap: float = 5.0,
+    beta: float = 0.0,
+    kl_estimator: Estimator = "k3",
+    kl_unbiased: bool = False,
+) -> Objective:
+    """MiniRL, the first-order approximation made plain (arXiv:2512.01374).
+
+    J = M·sg(min(π_t/μ_t, cap))·A·log π_t, A = R - mean of the prompt's responses; M drops tokens
+    whose π_t/π_old is past the window in the direction of A. A sum over tokens, divided by the
+    number of responses. Defaults: window 0.2/0.27, cap 5.
+    Supply old_logp and rollout_logp; at least 2 responses a prompt.
+    """
+    return Objective(
+        advantage=group_center(),
+        policy=chain(token_ratio("rollout"), cispo_weight(cap), clip_mask(clip_low, clip_high)),
+        weights=constant(1),
+        regularisers=_kl(beta, kl_estimator, kl_unbiased),
+    )
+
+
+def scalerl(
+    cap: float = 5.0,
+    beta: float = 0.0,
+    kl_estimator: Estimator = "k3",
+    kl_unbiased: bool = False,
+) -> Objective:
+    """The loss of the ScaleRL recipe (arXiv:2510.13786).
+
+    J = sg(min(π_t/μ_t, cap))·A·log π_t, A = R - mean of the prompt's responses, divided by the
+    standard deviation over the batch, after prompts without variance are dropped; every prompt
+    weighs the same. The recipe's rest is the trainer's: prompts passed at 0.9 or more are not
+    drawn again, and logits are float32.
+    Supply rollout_logp; at least 2 responses a prompt.
+    """
+    return Objective(
+        advantage=chain(group_center(), batch_whiten(per="response", center=False)),
+        policy=chain(token_ratio("rollout"), cispo_weight(cap)),
+        weights=prompt_mean(),
+        masks=(drop_zero_variance(),),
+        regularisers=_kl(beta, kl_estimator, kl_unbiased),
+    )
+
+
+def dppo(
+    delta: float = 0.15,
+    cap: float = 20.0,
+    beta: float = 0.0,
+    kl_estimator: Estimator = "k3",
+    kl_unbiased: bool = False,
+    advantage_eps: float = 1e-6,
+) -> Objective:
+    """Divergence proximal policy optimization (arXiv:2602.04879).
+
+    J = sg(min(π_t/μ_t, cap))·A·log π_t, a token dropped where A > 0 and π_t - μ_t > δ, or A < 0
+    and π_t - μ_t < -δ: differences of probabilities, where a ratio is too strict with rare tokens
+    and too lax with common ones. A mean over tokens. Defaults: δ 0.15, cap 20.
+    Supply rollout_logp; at least 2 responses a prompt.
+    """
+    return Objective(
+        advantage=group_normalize(advantage_eps),
+        policy=chain(token_ratio("rollout"), cispo_weight(cap), dppo_tv(delta, delta)),
+        weights=token_mean(),
+        regularisers=_kl(beta, kl_estimator, kl_unbiased),
+    )
+
+
+def decoupled_ppo(
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    cap: float = math.inf,
+    beta: float = 0.0,
+    kl_estimator: Estimator = "k3",
+    kl_unbiased: bool = False,
+    advantage_eps: float = 1e-6,
+) -> Objective:
+    """PPO with the proximal policy set apart from the behaviour policy (arXiv:2110.00641).
+
+    J = sg(π_old/μ)·min(r_t·A, clip(r_t)·A), r = π/π_old: nothing but `ppo_clip` with an importance
+    correction, used for stale rollouts (AReaL, arXiv:2505.24298); cap bounds the correction. A mean
+    over tokens.
+    Supply old_logp (of the proximal policy) and rollout_logp; at least 2 responses a prompt.
+    """
+    return Objective(
+        advantage=group_normalize(advantage_eps),
+        policy=chain(token_ratio(), ppo_clip(clip_low, clip_high, dual_clip)),
+        weights=token_mean(),
+        corrections=(truncated_is(cap),),
+        regularisers=_kl(beta, kl_estimator, kl_unbiased),
+    )
+
+
+def deepseek_v32(
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    delta: float = 0.5,
+    beta: float = 0.0,
+    kl_estimator: Estimator = "k3",
+    kl_unbiased: bool = True,
+    advantage_eps: float = 1e-6,
+) -> Objective:
+    """GRPO as DeepSeek-V3.2 stabilises it (arXiv:2512.02556, section 3.1).
+
+    J = M·min(r_t·A, clip(r_t)·A) - β·r_t·k3(π, ref): the live ratio, with its gradient, makes the
+    KL's gradient unbiased off-policy; M drops responses with A < 0 and mean_t(log μ - log π) > δ.
+    Every response weighs the same. The paper gives no δ. Routing and sampling masks are kept by
+    the trainer.
+    Supply old_logp and rollout_logp, and ref_logp unless beta is 0; at least 2 responses a prompt.
+    """
+    return Objective(
+        advantage=group_normalize(advantage_eps),
+        policy=chain(
+            token_ratio(), ppo_clip(clip_low, clip_high, dual_clip), off_policy_mask(delta)
+        ),
+        weights=sequence_mean(),
+        regularisers=_kl(beta, kl_estimator, kl_unbiased),
+    )
+
+
+def maxrl(
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    beta: float = 0.0,
+    kl_estimator: Estimator = "k3",
+    kl_unbiased: bool = False,
+) -> Objective:
+    """Maximum-likelihood reinforcement learning (MaxRL, arXiv:2602.02710).
+
+    J = min(r_t·A, clip(r_t)·A), A = (R - mean)/mean of the prompt's responses, 0 where the mean is
+    0: hard prompts weigh more, as under log-likelihood of success. A mean over tokens.
+    Supply old_logp and rewards of at least 0; at least 2 responses a prompt.
+    """
+    return Objective(
+        advantage=mean_normalize(),
+        policy=chain(token_ratio(), ppo_clip(clip_low, clip_high, dual_clip)),
+        weights=token_mean(),
+        regularisers=_kl(beta, kl_estimator, kl_unbiased),
+    )
+
+
+def gdpo(
+    reward_weights: tuple[float, ...] | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    beta: float = 0.0,
+    kl_estimator: Estimator = "k3",
+    kl_unbiased: bool = False,
+    advantage_eps: float = 1e-6,
+) -> Objective:
+    """Group reward-decoupled normalization (GDPO, arXiv:2601.05242).
+
+    J = min(r_t·A, clip(r_t)·A), A the component rewards, each normalised in its group, summed with
+    reward_weights (None: all 1) and whitened over responses, so that none drowns the others; every
+    response weighs the same.
+    Supply old_logp and score_components; at least 2 responses a prompt.
+    """
+    return Objective(
+        advantage=gdpo_normalize(reward_weights, advantage_eps),
+        policy=chain(token_ratio(), ppo_clip(clip_low, clip_high, dual_clip)),
+        weights=sequence_mean(),
+        regularisers=_kl(beta, kl_estimator, kl_unbiased),
+    )
+
+
+def vespo(
+    k_pos: float = 2.0,
+    lam_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lam_neg: float = 2.0,
+    beta: float = 0.0,
+    kl_estimator: Estimator = "k3",
+    kl_unbiased: bool = False,
+    advantage_eps: float = 1e-6,
+) -> Objective:
+    """Variational sequence-level soft policy optimization (VESPO, arXiv:2602.10693).
+
+    J = sg(W^k·exp(λ(1 - W)))·A·log π_t, W = Π_t π_t/μ_t, so that W holds the correction for the
+    rollout policy too; (k, λ) = (2, 3) where A ≥ 0, else (3, 2). A mean over tokens.
+    Supply rollout_logp; at least 2 responses a prompt.
+    """
+    return Objective(
+        advantage=group_normalize(advantage_eps),
+        policy=chain(
+            sequence_ratio("rollout", normalize=False),
+            vespo_weight(k_pos, lam_pos, k_neg, lam_neg),
+        ),
+        weights=token_mean(),
+        regularisers=_kl(beta, kl_estimator, kl_unbiased),
+    )
+
+
+def distillation() -> Objective:
+    """On-policy distillation: reverse KL to a teacher on the policy's own samples.
+
+    J = r_t·A_t, A_t = sg(log ν_t - log π_t), ν the teacher: its expected gradient is that of
+    -KL(π‖ν), token by token (arXiv:2306.13649). A mean over tokens; rewards are not looked at.
+    Supply old_logp and teacher_logp.
+    """
+    return Objective(
+        advantage=teacher_gap(),
+        policy=chain(token_ratio(), policy_gradient()),
+        weights=token_mean(),
+    )
+
+
+def ppo(
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    value_clip: float | None = 0.2,
+    beta: float = 0.0,
+    kl_estimator: Estimator = "k3",
+    kl_unbiased: bool = False,
+) -> Objective:
+    """Proximal policy optimization with a critic (arXiv:1707.06347).
+
+    J = min(r_t·A_t, clip(r_t)·A_t), A_t from generalised advantage estimation, whitened over the
+    rollout batch's tokens; a mean over tokens. Critic: ½·max of the squared errors of V and of V
+    clipped around its old value, against the returns A + V before whitening. Defaults: ε 0.2, γ 1,
+    λ 0.95. `kl_in_reward` is for those who want the KL in the rewards.
+    Supply old_logp, values (at the start of the step) and the live values in `PolicyOutputs`. One
+    response a prompt is enough.
+    """
+    return Objective(
+        advantage=chain(gae(gamma, lam), batch_whiten(per="token")),
+        policy=chain(token_ratio(), ppo_clip(clip_low, clip_high, dual_clip)),
+        weights=token_mean(),
+        regularisers=_kl(beta, kl_estimator, kl_unbiased),
+        critic=value_loss(value_clip),
+    )
+
+
+ALL = (
+    ppo,
+    grpo,
+    dr_grpo,
+    dapo,
+    gspo,
+    gspo_token,
+    cispo,
+    gmpo,
+    sapo,
+    rloo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    minirl,
+    scalerl,
+    dppo,
+    decoupled_ppo,
+    deepseek_v32,
+    maxrl,
+    gdpo,
+    vespo,
+    distillation,
+    supervised,
+)
+"""Every named objective, in the order of the documentation's table."""
 
 
 def _kl(beta: float, estimator: Estimator, unbiased: bool) -> tuple[kl, ...]:

@@ -127,7 +127,7 @@ class Objective:
         draft = self.advantage(draft.replace(advantages=draft.rewards))
         for correction in self.corrections:
             draft = correction(draft)
-        return self.weigh(_rows(draft)), draft.stats
+        return jax.lax.stop_gradient((self.weigh(_rows(draft)), draft.stats))
 
     def weigh(self, rows: Rows) -> Rows:
         """Weighs the tokens of one optimizer batch.
@@ -234,7 +234,7 @@ class Objective:
         chosen = self._chosen(rows)
         for term in self.regularisers:
             step = term.surrogate(step, chosen.get(term))
-        gain = rows.weights * rows.correction * step.surrogate
+        gain = rows.weights * jax.lax.stop_gradient(rows.correction) * step.surrogate
         if step.gate is not None:
             gain = gain * step.gate
         loss = -jnp.where(rows.mask, gain, 0.0).sum()

@@ -9,8 +9,20 @@ from rljax import losses as L
 
 
 def advantages(batch, advantage, first_token=True):
-    rows, _ = L.Objective(advantage, L.policy_gradient(), L.token_mean()).prepare(batch)
-    return np.asarray(rows.advantages[:, 0] if first_token else rows.advantages)
+    """The advantages of a batch, computed at one shape whatever its own: 128 responses of 8."""
+    size, width = batch.mask.shape
+    valid = jnp.ones(size, bool) if batch.valid is None else batch.valid
+    pad = {1: (0, 128 - size), 2: (0, 8 - width)}
+
+    def widen(leaf):
+        columns = pad[2] if leaf.shape[1:] == (width,) else (0, 0)
+        return jnp.pad(leaf, (pad[1], columns)[: leaf.ndim])
+
+    whole = jax.tree.map(widen, batch.replace(valid=valid))
+    whole = whole.replace(group=whole.group.at[size:].set(-1000))
+    objective = L.Objective(advantage, L.policy_gradient(), L.token_mean())
+    rows, _ = objective.prepare(whole)
+    return np.asarray(rows.advantages[:size, 0] if first_token else rows.advantages[:size, :width])
 
 
 EXACT = L.group_normalize(eps=0.0)

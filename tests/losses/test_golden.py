@@ -18,6 +18,9 @@ OBJECTIVES = {
     "grpo_kl_unbiased": L.grpo(kl_unbiased=True),
     "dr_grpo": dataclasses.replace(L.dr_grpo(16), advantage=L.group_normalize()),
     "gspo": L.gspo(0.02, 0.03),
+    "sapo": L.sapo(),
+    "gmpo": L.gmpo(0.4, 0.4),
+    "cispo_cap2": L.cispo(2.0),
 }
 ADVANTAGES = {
     "group_normalize": L.group_normalize(),

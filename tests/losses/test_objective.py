@@ -36,25 +36,6 @@ def value_and_grad(objective, logp, rows):
     return loss, gradient, stats
 
 
-@pytest.mark.parametrize(
-    "objective", [L.grpo(), L.dr_grpo(6), L.dapo(4, 2), L.gspo(0.1, 0.1), L.supervised()]
-)
-def test_uneven_micro_batches_and_packing_add_up(batch, logp, objective):
-    rows, _ = jax.jit(objective.prepare)(batch)
-    loss, gradient, stats = value_and_grad(objective, logp, rows)
-    cuts = [jnp.array([0]), jnp.array([1, 2, 3, 4, 5])]
-    parts = [value_and_grad(objective, logp[i], rows.take(i)) for i in cuts]
-    np.testing.assert_allclose(sum(p[0] for p in parts), loss, atol=1e-6)
-    np.testing.assert_allclose(jnp.concatenate([p[1] for p in parts]), gradient, atol=1e-6)
-    merged = L.finish(L.merge(*(p[2] for p in parts)))
-    assert merged == pytest.approx(L.finish(stats), rel=1e-5, abs=1e-6)
-
-    packed = rows.replace(advantages=rows.advantages, values=logp).pack(7)
-    packed_loss, _, packed_stats = value_and_grad(objective, packed.values, packed)
-    np.testing.assert_allclose(packed_loss, loss, atol=1e-6)
-    assert L.finish(packed_stats) == pytest.approx(L.finish(stats), rel=1e-5, abs=1e-6)
-
-
 def test_first_on_policy_step(batch):
     """Ratio 1, nothing clipped, loss 0 under sequence_mean, and a gradient all the same."""
     objective = L.grpo(beta=0.0)
@@ -66,6 +47,20 @@ def test_first_on_policy_step(batch):
     assert values["policy/clip_frac_low"] == values["policy/clip_frac_high"] == 0
     token_mean = L.dapo(mask_truncated=False)
     assert abs(token_mean.loss(batch.old_logp, token_mean.prepare(batch)[0])[0]) > 1e-3
+
+
+def test_on_policy_loss_of_unequal_lengths(make_batch):
+    """Advantages ±.866 on 10 and 100 tokens: not 0 under token mean, 0 under sequence mean."""
+    old = -np.ones((4, 100), np.float32)
+    batch = make_batch([1, 1, -1, -1], [10, 10, 100, 100], old_logp=old)
+    by_sequence, by_token = (
+        L.Objective(L.group_normalize(), L.chain(L.token_ratio(), L.ppo_clip()), weights)
+        for weights in (L.sequence_mean(), L.token_mean())
+    )
+    loss = by_sequence.loss(batch.old_logp, by_sequence.prepare(batch)[0])[0]
+    assert abs(loss) < 1e-6
+    loss = by_token.loss(batch.old_logp, by_token.prepare(batch)[0])[0]
+    assert loss == pytest.approx(0.866025 * (100 - 10) / 110, rel=1e-4)
 
 
 def test_without_old_logp_the_live_policy_is_the_anchor(batch, logp):
