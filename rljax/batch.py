@@ -128,6 +128,8 @@ class Rows(struct.PyTreeNode):
         mask: True on the policy's own tokens; structural, never changed.
         positions: Rotary positions.
         segments: 0 on padding, else the number of the response within its row, from 1.
+        prefix: The segment that a position sees besides its own, where a prompt is shared; 0 for
+            none. None: nowhere.
         sequence: The response each position belongs to, -1 for none.
         group: The prompt each position belongs to (0 .. B-1, in the order of the batch's group
             numbers), -1 for none.
@@ -171,6 +173,7 @@ class Rows(struct.PyTreeNode):
     old_entropy: Float[Array, "R T"] | None = None
     routing: Int[Array, "R T layers k"] | None = None
     support: Any = None
+    prefix: Int[Array, "R T"] | None = None
     batch_stats: tuple[Bool[Array, "R T"], ...] = ()
     max_segments: int = struct.field(pytree_node=False, default=1)
     context_axis: str | None = struct.field(pytree_node=False, default=None)

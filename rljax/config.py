@@ -145,6 +145,9 @@ class OptimizerSettings:
     """Responses of one optimizer step."""
     micro_batch_size: int = 0
     """Responses per device at a time; memory only, never changes a result. 0: all at once."""
+    share_prompts: Literal["auto", "never"] = "auto"
+    """auto: a group's prompt stands once in the rows of the update, where that makes them fewer
+    tokens and not too long; never changes a result."""
     max_skipped_updates: int = 5
     """The run stops after this many updates in a row were skipped for a non-finite gradient."""
 

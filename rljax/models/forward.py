@@ -77,10 +77,21 @@ def attend_masked(q: Array, k: Array, v: Array, allowed: Array) -> Array:
     return jnp.einsum("bkgts,bskd->btkgd", probs, v).reshape(b, t, h, d)
 
 
-def full_attention(segments: Int[Array, "B T"]) -> Attend:
-    """Causal attention within each segment of a row; there is no cache."""
+def full_attention(
+    segments: Int[Array, "B T"], prefix: Int[Array, "B T"] | None = None
+) -> Attend:
+    """Causal attention within each segment of a row, and over its prefix; there is no cache.
+
+    Args:
+      segments: Sequences of a row by number.
+      prefix: The segment that a position sees besides its own (a prompt shared by several
+        responses); 0 for none.
+    """
     row = jnp.arange(segments.shape[1])
-    allowed = (segments[:, :, None] == segments[:, None, :]) & (row[:, None] >= row[None, :])
+    seen = segments[:, :, None] == segments[:, None, :]
+    if prefix is not None:
+        seen = seen | ((prefix[:, :, None] == segments[:, None, :]) & (prefix > 0)[:, :, None])
+    allowed = seen & (row[:, None] >= row[None, :])
 
     def attend(q: Array, k: Array, v: Array, layer: Array, cache: Any) -> tuple[Array, Any]:
         # 0 · NaN is NaN: what is masked must be finite, or it leaks into its neighbours' values
@@ -363,6 +374,7 @@ def score_tokens(
     chunk: int = 1024,
     wanted: Bool[Array, "B T"] | None = None,
     most_wanted: int | None = None,
+    prefix: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], RouterOutputs | None]:
     """`token_logprobs`, with what the routers did, and only where somebody asks.
 
@@ -379,6 +391,8 @@ def score_tokens(
       most_wanted: A bound on `wanted` tokens in a row. Logits are then formed for that many
         tokens a row, which spares most of the output matmul where prompts are long. Wanted tokens
         past the bound get NaN.
+      prefix: The segment that a position sees besides its own, 0 for none: a prompt that several
+        responses of its row share. Their first tokens are scored given its last.
 
     Returns:
       logp, entropy, and the routers' outputs (None for a dense model).
@@ -396,15 +410,23 @@ def score_tokens(
         config,
         tokens,
         positions,
-        full_attention(segments),
+        full_attention(segments, prefix),
         counted=segments > 0,
         routing=routing,
     )
     follows = jnp.pad(
         (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0), ((0, 0), (1, 0))
     )
-    keep = follows if wanted is None else follows & wanted
     before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    if prefix is not None:
+        # The first token of a segment comes after the last one of its prefix.
+        place = jnp.arange(tokens.shape[1])
+        ends = jnp.where(prefix[:, :, None] == segments[:, None, :], place, -1).max(-1)
+        first = ~follows & (prefix > 0) & (ends >= 0)
+        last = jnp.take_along_axis(hidden, jnp.maximum(ends, 0)[..., None], axis=1)
+        before = jnp.where(first[..., None], last, before)
+        follows = follows | first
+    keep = follows if wanted is None else follows & wanted
     rows = jnp.arange(tokens.shape[0])[:, None]
     if most_wanted is not None and most_wanted < tokens.shape[1]:
         # The wanted places first, in order; the rest of the bound is filled with others.

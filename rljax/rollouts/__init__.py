@@ -2,6 +2,7 @@
 
 from rljax.rollouts.collect import Collected, CollectState, collect
 from rljax.rollouts.groups import ScoredGroup, component_metrics, make_batch, score_groups
+from rljax.rollouts.shared_prompts import plan_sharing, share_batch, share_rows, unshare
 
 __all__ = [
     "CollectState",
@@ -10,5 +11,9 @@ __all__ = [
     "collect",
     "component_metrics",
     "make_batch",
+    "plan_sharing",
     "score_groups",
+    "share_batch",
+    "share_rows",
+    "unshare",
 ]

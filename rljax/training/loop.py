@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 Metrics = dict[str, Any]
 
+_LONGEST_SHARED = 2048  # tokens of a row; attention costs its square
+
 
 def train(
     config: Config, preset: str = "custom", started: float | None = None
@@ -134,22 +136,56 @@ def _account(found: Collected, num_generations: int) -> dict[str, float]:
 
 
 def score(run: Run, groups: list[ScoredGroup], clock: Clock) -> Batch:
-    """Lays the groups out as a batch and adds what the trainer itself says of their tokens."""
-    longest = run.config.data.max_prompt_length + run.config.rollout.max_completion_length
+    """Lays the groups out as a batch and adds what the trainer itself says of their tokens.
+
+    That pass is spared where a single update follows and nothing else asks for it: the live
+    policy is then the one at the start of the step.
+    """
+    prompt = run.config.data.max_prompt_length
+    longest = prompt + run.config.rollout.max_completion_length
     need = max(len(g.prompt.tokens) + len(r.tokens) for g in groups for r in g.responses)
     batch: Batch = meshes.shard_rows(make_batch(groups, _length(need, longest)), run.mesh)
     with clock.measure("perf/score_s"):
-        scores = run.score(run.state.params, batch)
-        routing = batch.routing
-        if run.config.rollout.routing_replay == "trainer":
-            routing = scores.routing
-        batch = batch.replace(old_logp=scores.logp, old_entropy=scores.entropy, routing=routing)
+        shared = _shared(run, batch)
+        if _needs_scores(run):
+            scores = run.score(run.state.params, batch, shared)
+            routing = batch.routing
+            if run.config.rollout.routing_replay == "trainer":
+                routing = scores.routing
+            batch = batch.replace(
+                old_logp=scores.logp, old_entropy=scores.entropy, routing=routing
+            )
+            if scores.router is not None:
+                clock.values |= scores.router.metrics()
         if run.reference is not None:
-            batch = batch.replace(ref_logp=run.score(run.reference, batch).logp)
-        if scores.router is not None:
-            clock.values |= scores.router.metrics()
-        jax.block_until_ready(batch.old_logp)
+            batch = batch.replace(ref_logp=run.score(run.reference, batch, shared).logp)
+        jax.block_until_ready((batch.old_logp, batch.ref_logp))
     return batch
+
+
+def _needs_scores(run: Run) -> bool:
+    rollout, updates = run.config.rollout, run.config.updates // run.config.run.steps
+    return (
+        updates > 1
+        or bool(run.objective.corrections)
+        or "old_entropy" in run.objective.needs
+        or rollout.max_staleness > 0
+        or (rollout.routing_replay == "trainer" and run.model.top_k > 0)
+    )
+
+
+def _shared(run: Run, batch: Batch | Rows) -> tuple[int, int] | None:
+    """Room for prompt and response in shared rows; None where separate rows are no worse."""
+    if not run.may_share:
+        return None
+    mask, segments = np.asarray(batch.mask), np.asarray(batch.segments)
+    start, total = mask.argmax(1), (segments > 0).sum(1)
+    data, rollout = run.config.data, run.config.rollout
+    prompt = _length(int(start.max()), data.max_prompt_length)
+    response = _length(int((total - start).max()), rollout.max_completion_length)
+    group, row = rollout.num_generations, prompt + rollout.num_generations * response
+    few = row <= 0.8 * group * mask.shape[1]
+    return (prompt, response) if few and row <= _LONGEST_SHARED else None
 
 
 def _length(need: int, longest: int) -> int:
@@ -167,6 +203,7 @@ def learn(run: Run, rows: Rows, stats: Metrics, clock: Clock) -> Metrics:
     optimizer = run.config.optimizer
     group = run.config.rollout.num_generations
     total = rows.tokens.shape[0]
+    shared = _shared(run, rows)
     run.engine.unload(keep_pool=True)  # the update reuses the buffers that the sampler leased
     found: list[Metrics] = []
     with clock.measure("perf/update_s"):
@@ -174,10 +211,12 @@ def learn(run: Run, rows: Rows, stats: Metrics, clock: Clock) -> Metrics:
             rng = np.random.default_rng([run.config.run.seed, 2, run.progress.step, iteration])
             order = rng.permutation(total // group)[:, None] * group + np.arange(group)
             for index in order.reshape(-1, optimizer.mini_batch_size).astype(np.int32):
-                part = run.minibatch(rows, index)
-                run.state, more, _ = run.update(run.state, part)
+                part = run.minibatch(rows, index, shared)
+                run.state, more, router = run.update(run.state, part)
                 found.append(more)
         skipped = int(run.state.skipped_in_row)
+        if rows.old_logp is None and router is not None:
+            clock.values |= router.metrics()
     if skipped >= optimizer.max_skipped_updates:
         raise FloatingPointError(
             f"{skipped} updates in a row were skipped: no finite gradient, or no token with a "
@@ -205,7 +244,7 @@ def watch(
     step, config = run.progress.step, run.config
     stats = L.merge(
         stats,
-        L.mismatch(batch),
+        L.mismatch(batch) if batch.old_logp is not None else {},
         L.staleness(batch, step - 1),
         component_metrics(groups, run.scorer.names),
     )

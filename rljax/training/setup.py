@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import platform
@@ -20,6 +21,7 @@ from jax.sharding import Mesh
 from rljax import losses as L
 from rljax import mesh as meshes
 from rljax import models
+from rljax.batch import Rows
 from rljax.config import Config
 from rljax.data import (
     TASKS,
@@ -35,7 +37,7 @@ from rljax.data import (
 from rljax.models import ModelConfig, Params
 from rljax.monitoring import MetricsLog
 from rljax.rewards import Scorer
-from rljax.rollouts import CollectState
+from rljax.rollouts import CollectState, plan_sharing, share_rows
 from rljax.sampling import Engine, SamplingParams
 from rljax.training import state as states
 from rljax.training import update as updates
@@ -46,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 _MAY_CHANGE = (
     "run.steps", "run.run_dir", "run.resume", "run.save_every", "run.keep_checkpoints",
-    "run.log_samples", "optimizer.micro_batch_size", "optimizer.max_skipped_updates",
+    "run.log_samples", "optimizer.micro_batch_size", "optimizer.share_prompts", "optimizer.max_skipped_updates",
     "rewards.reward_timeout", "evals.stop_at",
 )  # fmt: skip
 
@@ -109,6 +111,7 @@ class Run:
     score: Callable[..., updates.Scores]
     update: Callable[..., Any]
     learning_rate: Callable[[int], Any]
+    may_share: bool
     checkpoints: Checkpoints
     log: MetricsLog
     state: TrainState
@@ -198,6 +201,7 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
             MetricsLog(directory, None if found is None else progress.step)
         )
         shards = meshes.batch_shards(mesh)
+        may_share = _may_share(config, shards)
         rollout_rows = settings.prompts_per_step * settings.num_generations
         shared = {
             "temperature": settings.temperature,
@@ -221,7 +225,10 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
             ),
             objective=objective,
             prepare=jax.jit(objective.prepare),
-            minibatch=jax.jit(objective.minibatch),
+            minibatch=jax.jit(
+                functools.partial(_minibatch, objective, settings.num_generations),
+                static_argnums=2,
+            ),
             score=updates.make_score(
                 policy.model,
                 **shared,
@@ -229,6 +236,7 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
                     rollout_rows, shards, config.optimizer.micro_batch_size
                 ),
                 replay=settings.routing_replay == "sampler",
+                group_size=settings.num_generations if may_share else 1,
             ),
             update=updates.make_update(
                 policy.model,
@@ -241,6 +249,7 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
                 replay=settings.routing_replay != "none",
             ),
             learning_rate=states.learning_rate(config.optimizer, config.updates),
+            may_share=may_share,
             checkpoints=checkpoints,
             log=log,
             state=state,
@@ -251,6 +260,32 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
         )
         stack.enter_context(jax.set_mesh(mesh))
         yield run
+
+
+def _minibatch(
+    objective: L.Objective,
+    group_size: int,
+    rows: Rows,
+    index: jax.Array,
+    shared: tuple[int, int] | None,
+) -> Rows:
+    """Cuts the rows of an optimizer step, weighs them, and lets groups share their prompts."""
+    part = objective.minibatch(rows, index)
+    if shared is None:
+        return part
+    return share_rows(plan_sharing(part.mask, part.segments, group_size, *shared), part)
+
+
+def _may_share(config: Config, shards: int) -> bool:
+    """Whether groups may share rows: whole groups must fit a device and a micro-batch."""
+    group, optimizer = config.rollout.num_generations, config.optimizer
+    micro = optimizer.micro_batch_size or group
+    return (
+        optimizer.share_prompts == "auto"
+        and optimizer.mini_batch_size // group % shards == 0
+        and config.rollout.prompts_per_step % shards == 0
+        and micro % group == 0
+    )
 
 
 def freeze_reference(run: Run) -> None:

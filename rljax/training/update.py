@@ -16,6 +16,7 @@ from rljax import losses as L
 from rljax import models
 from rljax.batch import Batch, Rows
 from rljax.models import ModelConfig, Params
+from rljax.rollouts.shared_prompts import plan_sharing, share_batch, unshare
 from rljax.training.state import TrainState
 
 
@@ -82,11 +83,20 @@ def _sums(router: models.RouterOutputs | None, other: Array | None, counted: Arr
     return RouterSums(router.load, router.entropy, flips, router.tokens)
 
 
-def _cut(tree: Any, parts: int) -> Any:
-    """[R, ...] to [parts, R / parts, ...], taking rows in turn so that no row changes device."""
-    return jax.tree.map(
-        lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), tree
-    )
+def _cut(tree: Any, parts: int, unit: int = 1) -> Any:
+    """[R, ...] to [parts, R / parts, ...], `unit` rows in turn, so that no row changes device."""
+
+    def cut(x: Array) -> Array:
+        turns = x.reshape(-1, parts, unit, *x.shape[1:]).swapaxes(0, 1)
+        return turns.reshape(parts, -1, *x.shape[1:])
+
+    return jax.tree.map(cut, tree)
+
+
+def _join(x: Array, unit: int = 1) -> Array:
+    """The inverse of `_cut`."""
+    turns = x.reshape(x.shape[0], -1, unit, *x.shape[2:]).swapaxes(0, 1)
+    return turns.reshape(-1, *x.shape[2:])
 
 
 def micro_batches(rows: int, shards: int, micro_batch_size: int) -> int:
@@ -118,7 +128,8 @@ def make_score(
     most_wanted: int,
     parts: int = 1,
     replay: bool = False,
-) -> Callable[[Params, Batch], Scores]:
+    group_size: int = 1,
+) -> Callable[..., Scores]:
     """The jitted pass that gives the log-probabilities of a batch's own tokens.
 
     Args:
@@ -127,36 +138,52 @@ def make_score(
       most_wanted: A bound on a response's tokens.
       parts: How many pieces the batch is cut into, for memory.
       replay: Whether the sampler's routing is used.
+      group_size: Responses of a prompt, where prompts are shared.
+
+    Returns:
+      (params, batch, shared) -> scores; `shared` is None, or the room (prompt, response) of rows
+      in which a group's prompt stands once.
     """
 
-    def piece(params: Params, batch: Batch) -> Scores:
+    def piece(params: Params, batch: Batch, shared: tuple[int, int] | None) -> Scores:
+        prefix, most, length = None, most_wanted, batch.tokens.shape[1]
+        if shared is not None:
+            plan = plan_sharing(batch.mask, batch.segments, group_size, *shared)
+            batch, prefix, most = share_batch(plan, batch), plan.prefix, group_size * shared[1]
         logp, entropy, router = models.score_tokens(
-            params, config, batch.tokens, batch.positions, batch.segments,
+            params,
+            config,
+            batch.tokens,
+            batch.positions,
+            batch.segments,
             temperature=temperature,
             routing=batch.routing if replay else None,
             wanted=batch.mask,
-            most_wanted=most_wanted,
+            most_wanted=most,
+            prefix=prefix,
         )
         sums = _sums(router, None if replay else batch.routing, batch.segments > 0)
-        return Scores(logp, entropy, None if router is None else router.experts, sums)
+        chosen = None if router is None else router.experts
+        if shared is not None:
+            logp, entropy = unshare(plan, logp, length), unshare(plan, entropy, length)
+            if chosen is not None:
+                chosen = unshare(plan, chosen, length, empty=-1, prompt_too=True)
+        return Scores(logp, entropy, chosen, sums)
 
-    @jax.jit
-    def score(params: Params, batch: Batch) -> Scores:
+    @functools.partial(jax.jit, static_argnums=2)
+    def score(params: Params, batch: Batch, shared: tuple[int, int] | None = None) -> Scores:
         batch = Batch(
             tokens=batch.tokens, mask=batch.mask, group=batch.group, rewards=batch.rewards,
             positions=batch.positions, segments=batch.segments, routing=batch.routing,
         )
         if parts == 1:
-            return piece(params, batch)
-        found = jax.lax.map(functools.partial(piece, params), _cut(batch, parts))
-
-        def join(x: Array) -> Array:
-            return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+            return piece(params, batch, shared)
+        found = jax.lax.map(lambda part: piece(params, part, shared), _cut(batch, parts, group_size))
 
         return Scores(
-            logp=join(found.logp),
-            entropy=join(found.entropy),
-            routing=None if found.routing is None else join(found.routing),
+            logp=_join(found.logp, group_size),
+            entropy=_join(found.entropy, group_size),
+            routing=None if found.routing is None else _join(found.routing, group_size),
             router=jax.tree.map(lambda x: x.sum(0), found.router),
         )
 
@@ -197,9 +224,14 @@ def make_update(
             temperature=temperature,
             routing=rows.routing if replay else None,
             wanted=rows.mask,
-            most_wanted=most_wanted,
+            most_wanted=min(most_wanted * max(rows.max_segments - 1, 1), rows.tokens.shape[1]),
+            prefix=rows.prefix,
         )
         value, stats = objective.loss(L.PolicyOutputs(logp, entropy=entropy), rows)
+        if rows.old_logp is None and rows.rollout_logp is not None:
+            # The live policy is the one at the start of the step: the only update on this batch.
+            live = rows.replace(old_logp=jax.lax.stop_gradient(logp))
+            stats = {**stats, **L.mismatch(live)}
         return value, (stats, _sums(router, None, rows.segments > 0))
 
     gradient = jax.value_and_grad(loss, has_aux=True)
