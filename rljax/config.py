@@ -63,7 +63,7 @@ class RolloutSettings:
     """Prompts of a rollout batch."""
     num_generations: int = 8
     """Responses a prompt, G."""
-    max_completion_length: int = 8
+    max_completion_length: int = 6
     """Tokens of a response, its end token included."""
     temperature: float = 1.0
     """Divides the logits, at sampling and at training."""
@@ -79,7 +79,7 @@ class RolloutSettings:
     """Tokens of a page of the KV cache."""
     num_pages: int = 0
     """Pages of the KV cache; 0: enough for all slots at full length."""
-    decode_chunk: int = 8
+    decode_chunk: int = 6
     """Decode steps between two looks of the host."""
     dynamic_sampling: bool = False
     """Ask for more groups until the batch is full of groups whose scores differ."""

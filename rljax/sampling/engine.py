@@ -528,7 +528,7 @@ class Engine:
 
 
 _WIDTH = 16  # least tokens of a prefill row
-_ROWS_LEAST = 8  # least rows of a prefill call
+_ROWS_LEAST = 4  # least rows of a prefill call
 
 _WHOLE = P()
 _POOL = P(None, meshes.BATCH_AXES)

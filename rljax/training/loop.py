@@ -189,8 +189,8 @@ def _shared(run: Run, batch: Batch | Rows) -> tuple[int, int] | None:
 
 
 def _length(need: int, longest: int) -> int:
-    """One of four lengths, so that few shapes are compiled."""
-    step = -(-longest // 4)
+    """One of at most four lengths, not less than 8 apart, so that few shapes are compiled."""
+    step = max(-(-longest // 4), 8)
     return min(-(-need // step) * step, longest)
 
 
