@@ -13,9 +13,13 @@ a new one is a few lines:
     )
     ready, stats = mine.prepare(batch)      # rljax.batch.Batch -> Rows
     loss, stats = mine.loss(logp, ready)    # logp: f32 [B, T]; jit, grad and vmap as usual
+
+A part of one's own is a frozen dataclass that derives from `Advantage`, `Ratio`, `TrustRegion`, ...
+and has a `__call__`; see `notebooks/losses.ipynb`.
 """
 
 from rljax.losses.advantages import (
+    Advantage,
     batch_whiten,
     gae,
     gdpo_normalize,
@@ -27,8 +31,9 @@ from rljax.losses.advantages import (
     teacher_gap,
     uniform,
 )
-from rljax.losses.base import PolicyOutputs, chain
+from rljax.losses.base import PolicyOutputs, Transform, chain
 from rljax.losses.corrections import (
+    Correction,
     geometric_mask_is,
     icepop,
     sequence_mask_is,
@@ -36,7 +41,7 @@ from rljax.losses.corrections import (
 )
 from rljax.losses.critic import value_loss
 from rljax.losses.estimators import kl_estimate
-from rljax.losses.masks import drop_zero_variance, mask_truncated, top_entropy
+from rljax.losses.masks import Mask, drop_zero_variance, mask_truncated, top_entropy
 from rljax.losses.metrics import Histogram, Max, Mean, Min, Moments, all_reduce, finish, merge
 from rljax.losses.named import (
     cispo,
@@ -63,8 +68,9 @@ from rljax.losses.named import (
     vespo,
 )
 from rljax.losses.objective import Objective
-from rljax.losses.ratios import sequence_ratio, sequence_token_ratio, token_ratio
+from rljax.losses.ratios import Ratio, sequence_ratio, sequence_token_ratio, token_ratio
 from rljax.losses.regularisers import (
+    Regulariser,
     adaptive_entropy,
     clip_cov,
     entropy_bonus,
@@ -75,8 +81,9 @@ from rljax.losses.regularisers import (
 )
 from rljax.losses.reports import mismatch, staleness
 from rljax.losses.sequences import Layout
-from rljax.losses.shaping import kl_in_reward, soft_overlong
+from rljax.losses.shaping import Shaping, kl_in_reward, soft_overlong
 from rljax.losses.trust_regions import (
+    TrustRegion,
     cispo_weight,
     clip_mask,
     dppo_tv,
@@ -88,17 +95,33 @@ from rljax.losses.trust_regions import (
     vespo_weight,
 )
 from rljax.losses.views import describe, table, token_gradient
-from rljax.losses.weights import constant, prompt_mean, sequence_mean, token_mean, token_sum
+from rljax.losses.weights import (
+    Weights,
+    constant,
+    prompt_mean,
+    sequence_mean,
+    token_mean,
+    token_sum,
+)
 
 __all__ = [
+    "Advantage",
+    "Correction",
     "Histogram",
     "Layout",
+    "Mask",
     "Max",
     "Mean",
     "Min",
     "Moments",
     "Objective",
     "PolicyOutputs",
+    "Ratio",
+    "Regulariser",
+    "Shaping",
+    "Transform",
+    "TrustRegion",
+    "Weights",
     "adaptive_entropy",
     "all_reduce",
     "batch_whiten",

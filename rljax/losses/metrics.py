@@ -11,7 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Shaped
+
+
+def total(x: Shaped[Array, "..."]) -> Shaped[Array, ""]:
+    """Sums everything, rows first: faster on CPU than at one go, and rounds less."""
+    return x.sum(axis=-1).sum() if x.ndim > 1 else x.sum()
 
 
 class Mean(struct.PyTreeNode):
@@ -30,7 +35,7 @@ class Mean(struct.PyTreeNode):
         """The mean of x under weights; entries of weight 0 may hold anything, NaN included."""
         weights = jnp.broadcast_to(weights, jnp.broadcast_shapes(x.shape, weights.shape))
         weights = weights.astype(jnp.float32)
-        return cls(jnp.where(weights > 0, x * weights, 0.0).sum(), weights.sum())
+        return cls(total(jnp.where(weights > 0, x * weights, 0.0)), total(weights))
 
     def merge(self, other: "Mean") -> "Mean":
         """Both together."""
@@ -146,20 +151,20 @@ class Moments(struct.PyTreeNode):
     def all_reduce(self, axis: str) -> "Moments":
         """Together over a mesh axis, inside `shard_map`."""
 
-        def total(leaf: Array) -> Array:
+        def psum(leaf: Array) -> Array:
             return jax.lax.psum(leaf, axis)
 
-        count = total(self.count)
+        count = psum(self.count)
         safe = jnp.maximum(count, 1.0)
-        x, y = total(self.count * self.x) / safe, total(self.count * self.y) / safe
+        x, y = psum(self.count * self.x) / safe, psum(self.count * self.y) / safe
         dx, dy = self.x - x, self.y - y
         return Moments(
             count,
             x,
             y,
-            total(self.xx + self.count * dx * dx),
-            total(self.yy + self.count * dy * dy),
-            total(self.xy + self.count * dx * dy),
+            psum(self.xx + self.count * dx * dx),
+            psum(self.yy + self.count * dy * dy),
+            psum(self.xy + self.count * dx * dy),
             self.report,
         )
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from rljax.batch import Batch, Rows
 from rljax.losses import groups, reports
 from rljax.losses.base import Draft, PolicyOutputs, Step, is_traced, parts
-from rljax.losses.metrics import Metric, Metrics
+from rljax.losses.metrics import Metric, Metrics, total
 from rljax.losses.ratios import Ratio, sequence_ratio
 from rljax.losses.sequences import Layout
 from rljax.losses.weights import prompt_mean, sequence_mean, token_mean
@@ -237,17 +237,17 @@ class Objective:
         gain = rows.weights * jax.lax.stop_gradient(rows.correction) * step.surrogate
         if step.gate is not None:
             gain = gain * step.gate
-        loss = -jnp.where(rows.mask, gain, 0.0).sum()
+        loss = -total(jnp.where(rows.mask, gain, 0.0))
         for term in self.regularisers:
             penalty = term.penalty(step, chosen.get(term))
             if penalty is not None:
                 weights = rows.weights if term.weighing == "policy" else rows.token_weights
-                loss = loss + jnp.where(rows.mask, weights * penalty, 0.0).sum()
+                loss = loss + total(jnp.where(rows.mask, weights * penalty, 0.0))
         stats = dict(step.stats)
         if self.critic is not None:
             errors = self.critic.errors(step)
             weights = rows.weights if self.critic.weights == "policy" else rows.token_weights
-            loss = loss + self.critic.coef * jnp.where(rows.mask, weights * errors, 0.0).sum()
+            loss = loss + self.critic.coef * total(jnp.where(rows.mask, weights * errors, 0.0))
             stats |= self.critic.stats(step, errors)
         stats |= reports.of_step(step, loss)
         return loss, jax.lax.stop_gradient(stats)

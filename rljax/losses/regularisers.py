@@ -113,10 +113,9 @@ class entropy_bonus(Regulariser):
 class adaptive_entropy(Regulariser):
     """An entropy bonus whose coefficient moves by a step towards a target (arXiv:2505.22312).
 
-    After each optimizer step the coefficient rises where the batch's entropy lies below the
-    target and falls where it lies above; it acts only while the last entropy was not above the
-    target. The coefficient is state: `Objective.init_state`, `Objective.update_state`; checkpoint
-    it.
+    After each optimizer step the coefficient rises where the batch's entropy is not above the
+    target, and falls where it is; it acts only in the former case. The coefficient is state:
+    `Objective.init_state`, `Objective.update_state`; checkpoint it.
 
     Args:
         target: Entropy to hold, nats.
@@ -155,7 +154,7 @@ class adaptive_entropy(Regulariser):
         assert isinstance(measured, Mean)
         counted = measured.denominator > 0
         last = measured.numerator / jnp.maximum(measured.denominator, 1e-30)
-        move = jnp.where(last < self.target, self.step, -self.step)
+        move = jnp.where(last <= self.target, self.step, -self.step)
         coef = jnp.clip(state["entropy_coef"] + move, 0.0, self.largest)
         return {
             "entropy_coef": jnp.where(counted, coef, state["entropy_coef"]),

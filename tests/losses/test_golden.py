@@ -21,12 +21,23 @@ OBJECTIVES = {
     "sapo": L.sapo(),
     "gmpo": L.gmpo(0.4, 0.4),
     "cispo_cap2": L.cispo(2.0),
+    "dppo_tv": L.dppo(),
+    "vespo": L.vespo(),
+    "deepseek_v32": L.deepseek_v32(delta=0.1, beta=0.04),
+    "kl_cov": L.Objective(
+        L.group_normalize(),
+        L.chain(L.token_ratio(), L.policy_gradient()),
+        L.token_mean(),
+        regularisers=L.kl_cov(coef=1.0, fraction=0.1),
+    ),
 }
 ADVANTAGES = {
     "group_normalize": L.group_normalize(),
     "group_center": L.group_center(),
     "leave_one_out": L.leave_one_out(),
     "gae": L.chain(L.gae(0.99, 0.95), L.batch_whiten()),
+    "reinforce_plus_plus": L.reinforce_plus_plus(gamma=0.99).advantage,
+    "reinforce_plus_plus_baseline": L.reinforce_plus_plus_baseline().advantage,
 }
 
 
@@ -49,8 +60,8 @@ def batch_of(case):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_value_and_gradient(golden, name, index):
     case, objective = golden[index], OBJECTIVES[name]
-    rows, _ = objective.prepare(batch_of(case))
     new = jnp.asarray(case["new"], jnp.float32)
+    rows = objective.with_batch_stats(new, objective.prepare(batch_of(case))[0])
     (value, _), gradient = jax.value_and_grad(objective.loss, has_aux=True)(new, rows)
     expected = case["losses"][name]
     np.testing.assert_allclose(value, expected["value"], rtol=1e-4, atol=1e-7)

@@ -1,0 +1,58 @@
+"""The experiments run and hold what they assert, at a smaller size."""
+
+import importlib
+import json
+
+import numpy as np
+import pytest
+
+
+def printed(capsys):
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_length_bias(capsys, tmp_path):
+    length_bias = importlib.import_module("experiments.length_bias")
+    plot = tmp_path / "lengths.png"
+    length_bias.main(length_bias.Config(steps=60, cap=200, prompts=4, plot=plot))
+    lengths = printed(capsys)
+    assert lengths["sequence_mean"] > 63 and abs(lengths["constant"] - 21) < 3
+    assert plot.stat().st_size > 0
+    with pytest.raises(SystemExit, match="at least 10"):
+        length_bias.main(length_bias.Config(seeds=3))
+
+
+def test_the_expected_length_of_a_cut_off_geometric():
+    length_bias = importlib.import_module("experiments.length_bias")
+    go_on = 0.9
+    by_hand = sum(go_on**n for n in range(50))
+    found = length_bias.expected_length(np.log(go_on / (1 - go_on)), 50)
+    assert float(found) == pytest.approx(by_hand, rel=1e-4)
+
+
+def test_entropy_clip(capsys, monkeypatch):
+    entropy_clip = importlib.import_module("experiments.entropy_clip")
+    monkeypatch.setattr(entropy_clip, "REGIMES", ((4, 3.0),))  # shares the main compilation
+    monkeypatch.setattr(entropy_clip, "WINDOWS", entropy_clip.UPPER)
+    found = entropy_clip.main(entropy_clip.Config(steps=4, learning_rate=3.0, seeds=20))
+    assert printed(capsys) == found
+    assert set(found.values()) <= {"ordered", "reversed", "undecided"} and "main" in found
+
+
+@pytest.mark.parametrize(
+    ("gaps", "word"),
+    [
+        ([(0.1, -0.1, 0.3), (0.2, 0.1, 0.3)], "ordered"),
+        ([(-0.1, -0.3, 0.1), (-0.2, -0.3, -0.1)], "reversed"),
+        ([(0.3, 0.1, 0.5), (0.2, 0.1, 0.3)], "undecided"),
+        ([(0.1, 0.0, 0.2), (0.2, -0.1, 0.5)], "undecided"),
+    ],
+)
+def test_verdicts(gaps, word):
+    assert importlib.import_module("experiments.entropy_clip").verdict(gaps) == word
+
+
+def test_benchmark(capsys):
+    benchmark = importlib.import_module("experiments.benchmark_losses")
+    benchmark.main(benchmark.Config(responses=16, length=256, repeats=2))
+    assert set(printed(capsys)["jax"]) == set(benchmark.OBJECTIVES)
