@@ -44,7 +44,7 @@ def parse(arguments: list[str], prog: str) -> tuple[str, Config]:
                 args=rest,
                 default=PRESETS[name](),
                 prog=prog,
-                description=f"Presets: {', '.join(PRESETS)}. Flags change this one, {name}: {about}",
+                description=f"Presets: {', '.join(PRESETS)}. Flags change {name}: {about}",
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
                 use_underscores=True,
             )

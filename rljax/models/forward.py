@@ -77,9 +77,7 @@ def attend_masked(q: Array, k: Array, v: Array, allowed: Array) -> Array:
     return jnp.einsum("bkgts,bskd->btkgd", probs, v).reshape(b, t, h, d)
 
 
-def full_attention(
-    segments: Int[Array, "B T"], prefix: Int[Array, "B T"] | None = None
-) -> Attend:
+def full_attention(segments: Int[Array, "B T"], prefix: Int[Array, "B T"] | None = None) -> Attend:
     """Causal attention within each segment of a row, and over its prefix; there is no cache.
 
     Args:

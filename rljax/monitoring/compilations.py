@@ -15,7 +15,7 @@ def count() -> int:
     return _seen
 
 
-def _listen(event: str, duration: float, **_: Any) -> None:
+def _listen(event: str, duration_secs: float, **_: Any) -> None:
     global _seen
     _seen += event == _EVENT
 

@@ -169,8 +169,10 @@ def collect(
         scoring_seconds += time.perf_counter() - started
         generated += wave
         found = sum(g.degenerate for g in groups) / wave
-        rate = found if generated == wave and not state.degenerate_rate else (
-            _MEMORY * rate + (1 - _MEMORY) * found
+        rate = (
+            found
+            if generated == wave and not state.degenerate_rate
+            else (_MEMORY * rate + (1 - _MEMORY) * found)
         )
         kept += [g for g in groups if not (dynamic and g.degenerate)]
         spare += [g for g in groups if dynamic and g.degenerate]
@@ -179,7 +181,11 @@ def collect(
         _log.warning(
             "dynamic sampling: %d groups generated (max_oversampling=%g), only %d of %d have "
             "scores that differ; filling up with %d that do not",
-            generated, max_oversampling, len(kept), num_groups, filled,
+            generated,
+            max_oversampling,
+            len(kept),
+            num_groups,
+            filled,
         )
         kept += spare[:filled]
     surplus = tuple(kept[num_groups:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from rljax.batch import Batch
@@ -69,8 +70,13 @@ def score_groups(
         start += len(group)
         scored.append(
             ScoredGroup(
-                prompt, group, texts[part], scores.rewards[part], scores.scores[part],
-                scores.components[part], scores.valid[part],
+                prompt,
+                group,
+                texts[part],
+                scores.rewards[part],
+                scores.scores[part],
+                scores.components[part],
+                scores.valid[part],
             )
         )
     return scored
@@ -92,8 +98,10 @@ def make_batch(groups: list[ScoredGroup], length: int | None = None) -> Batch:
     sizes = [len(g.prompt.tokens) + len(g.responses[k].tokens) for _, g, k in rows]
     length = max(sizes) if length is None else length
     if max(sizes) > length:
-        raise ValueError(f"a response with its prompt has {max(sizes)} tokens; length={length} is "
-                         "too short for it")
+        raise ValueError(
+            f"a response with its prompt has {max(sizes)} tokens; length={length} is "
+            "too short for it"
+        )
     shape = (len(rows), length)
     tokens, version = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     segments = np.zeros(shape, np.int32)
@@ -109,7 +117,7 @@ def make_batch(groups: list[ScoredGroup], length: int | None = None) -> Batch:
         if routing is not None and response.routing is not None:
             routing[b, :end] = response.routing
     valid = np.concatenate([g.valid for g in groups])
-    return Batch(
+    fields: dict[str, Any] = dict(  # numpy arrays, which the device takes as they are
         tokens=tokens,
         mask=mask,
         positions=np.broadcast_to(np.arange(length, dtype=np.int32), shape).copy(),
@@ -125,6 +133,7 @@ def make_batch(groups: list[ScoredGroup], length: int | None = None) -> Batch:
         version=version,
         routing=routing,
     )
+    return Batch(**fields)
 
 
 def component_metrics(groups: list[ScoredGroup], names: tuple[str, ...]) -> dict[str, Any]:
@@ -140,6 +149,7 @@ def component_metrics(groups: list[ScoredGroup], names: tuple[str, ...]) -> dict
     valid = np.concatenate([g.valid for g in groups])
     components = np.concatenate([g.components for g in groups])
     metrics: dict[str, Any] = {
-        f"reward/{name}/mean": Mean.of(components[:, k], valid) for k, name in enumerate(names)
+        f"reward/{name}/mean": Mean.of(jnp.asarray(components[:, k]), jnp.asarray(valid))
+        for k, name in enumerate(names)
     }
-    return metrics | {"reward/invalid_frac": Mean.of(~valid, np.ones_like(valid))}
+    return metrics | {"reward/invalid_frac": Mean.of(jnp.asarray(~valid), jnp.ones(len(valid)))}

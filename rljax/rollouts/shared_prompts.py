@@ -6,6 +6,8 @@ count their positions on from it, so log-probabilities and gradients are those o
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -85,7 +87,7 @@ def plan_sharing(
     )
 
 
-def _take(plan: Sharing, leaf: Array, empty: float = 0, prompt_too: bool = True) -> Array:
+def _take(plan: Sharing, leaf: Any, empty: float = 0, prompt_too: bool = True) -> Array:
     there = plan.segments > 0
     if not prompt_too:
         there = there & (plan.prefix > 0)

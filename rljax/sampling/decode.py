@@ -77,8 +77,10 @@ def make_pool(config: ModelConfig, num_pages: int, page_size: int) -> Pool:
     """
     shapes = {(b.attention.num_kv_heads, b.attention.head_dim) for b in config.layers}
     if len(shapes) > 1:
-        raise ValueError(f"layers differ in (kv_heads, head_dim) ({sorted(shapes)}); one pool "
-                         "holds equal layers only")
+        raise ValueError(
+            f"layers differ in (kv_heads, head_dim) ({sorted(shapes)}); one pool "
+            "holds equal layers only"
+        )
     shape = (config.num_layers, num_pages, page_size, *shapes.pop())
     return {name: _to_bits(jnp.zeros(shape, config.dtype)) for name in ("k", "v")}
 
@@ -146,8 +148,13 @@ def prefill(
     positions = start[:, None] + step
     live = step < count[:, None]
     _, pool, router = hidden_states(
-        params, config, tokens, positions, paged_attention(table, positions, live),
-        cache=pool, counted=live,
+        params,
+        config,
+        tokens,
+        positions,
+        paged_attention(table, positions, live),
+        cache=pool,
+        counted=live,
     )
     return pool, None if router is None else router.experts
 
@@ -197,9 +204,13 @@ def decode_chunk(
     def step(carry: tuple) -> tuple:
         i, pool, token, position, active, drawn = carry
         hidden, pool, router = hidden_states(
-            params, config, token[:, None], position[:, None],
+            params,
+            config,
+            token[:, None],
+            position[:, None],
             paged_attention(table, position[:, None], active[:, None]),
-            cache=pool, counted=active[:, None],
+            cache=pool,
+            counted=active[:, None],
         )
         with jax.named_scope("sampling"):
             z = output_logits(params, config, hidden[:, 0]) / scale
@@ -214,7 +225,7 @@ def decode_chunk(
             count=count,
             stopped=drawn.stopped | stopped,
             routing=None
-            if drawn.routing is None
+            if drawn.routing is None or router is None
             else drawn.routing.at[:, i].set(
                 jnp.where(active[:, None, None], router.experts[:, 0], -1)
             ),

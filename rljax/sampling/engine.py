@@ -131,8 +131,9 @@ class Engine:
         """
         models.check(params, self.config)
         if version < self.version:
-            raise ValueError(f"version {version} is older than the loaded {self.version}; versions "
-                             "only rise")
+            raise ValueError(
+                f"version {version} is older than the loaded {self.version}; versions only rise"
+            )
         self._params = self._adopt(params)
         self.version = version
 
@@ -153,15 +154,23 @@ class Engine:
 
         if all(jax.tree.leaves(jax.tree.map(same, params, cast, wanted))):
             return params
-        out = None if self.mesh is None else jax.tree.map(lambda s: s.sharding, wanted)
         if self.mesh is not None:
-            params = jax.tree.map(
-                lambda x: x
-                if isinstance(x, jax.Array) and len(x.sharding.device_set) == self.mesh.size
-                else jax.device_put(x, meshes.replicated(self.mesh)),
-                params,
-            )
-        return jax.jit(lambda p: models.for_compute(p, self.config), out_shardings=out)(params)
+            mesh = self.mesh
+
+            def bring(x: Any) -> jax.Array:
+                there = isinstance(x, jax.Array) and x.sharding.device_set == set(mesh.devices.flat)
+                return x if there else jax.device_put(x, meshes.replicated(mesh))
+
+            params = jax.tree.map(bring, params)
+        return self._convert(params)
+
+    @functools.cached_property
+    def _convert(self) -> Callable:
+        """Casts weights and lays them out for rollouts; one program for all loads."""
+        out = None
+        if self.mesh is not None:
+            out = models.shardings(self.config, self.mesh, meshes.ROLLOUT_RULES)
+        return jax.jit(lambda p: models.for_compute(p, self.config), out_shardings=out)
 
     # The compiled programs, one for each shape bucket that comes up.
 
@@ -198,7 +207,10 @@ class Engine:
                     with_routing=self.with_routing,
                 ),
                 (_POOL, _ROWS),
-                _WHOLE, _POOL, _ROWS, _ROWS,
+                _WHOLE,
+                _POOL,
+                _ROWS,
+                _ROWS,
             )
             for filtered in (False, True)
         }
@@ -282,8 +294,10 @@ class Engine:
 
     def _check(self, index: int, tokens: np.ndarray, params: SamplingParams) -> None:
         if tokens.ndim != 1 or not len(tokens):
-            raise ValueError(f"prompt {index} is empty; give at least one token, such as the "
-                             "begin-of-sequence id")
+            raise ValueError(
+                f"prompt {index} is empty; give at least one token, such as the "
+                "begin-of-sequence id"
+            )
         if len(tokens) >= self.max_length:
             raise ValueError(
                 f"prompt {index} has {len(tokens)} tokens, which leaves no room in "
@@ -304,8 +318,10 @@ class Engine:
 
     def _run(self, groups: list[Group]) -> Iterator[list[Response]]:
         if self._busy:
-            raise RuntimeError("the engine is in the middle of another generate(); finish or "
-                               "close that iterator first")
+            raise RuntimeError(
+                "the engine is in the middle of another generate(); finish or "
+                "close that iterator first"
+            )
         self._busy = True
         try:
             for i, group in enumerate(groups):
@@ -336,8 +352,9 @@ class Engine:
             for s, (_, copies) in enumerate(plans):
                 for i, (source, target) in enumerate(copies):
                     pairs[:, s, i] = source, target
-            source, target = (self._put(p.reshape(-1)) for p in pairs)
-            self._pool = self._copy(self._ready_pool(), source, target)
+            self._pool = self._copy(
+                self._ready_pool(), self._put(pairs[0].reshape(-1)), self._put(pairs[1].reshape(-1))
+            )
 
     def _prefill_round(self, fills: list[list[Fill]]) -> list[list[Fill]]:
         """Runs one bucket of prefill rows; returns what is left."""
@@ -419,7 +436,8 @@ class Engine:
                     none = np.zeros(n * rows, np.int32)
                     table = np.zeros((n * rows, c), np.int32)
                     self._pool, _ = self._prefill(
-                        self._params, self._ready_pool(),
+                        self._params,
+                        self._ready_pool(),
                         *(self._put(x) for x in (tokens, none, none, table)),
                     )
                     ran += 1
@@ -465,12 +483,12 @@ class Engine:
         self.steps += int(drawn.steps.sum())
         return drawn
 
-    def _collect(self, drawn: decode.Drawn) -> list[Group]:
+    def _collect(self, drawn: Any) -> list[Group]:
         """Hands each slot its tokens; returns the groups that are finished by it."""
         done = []
         for s, shard in enumerate(self._plan):
             for q in shard.active:
-                at = s * self._slots + q.slot
+                at = s * self._slots + self._plan[s].slots.index(q)
                 n = int(drawn.count[at])
                 q.tokens += drawn.tokens[at, :n].tolist()
                 q.logp += drawn.logp[at, :n].tolist()

@@ -151,8 +151,9 @@ class Shard:
         return prompts + rest, copies
 
     def grow(self, chunk: int) -> None:
-        """Gives each active sequence pages for the next chunk; where they run out, the youngest
-        sequence is put back to wait, keeping what it has drawn.
+        """Gives each active sequence pages for the next chunk.
+
+        Where they run out, the youngest sequence is put back to wait, keeping what it has drawn.
         """
         for sequence in sorted(self.active):
             while sequence.slot is not None:
@@ -189,9 +190,7 @@ class Shard:
         sequence.pages = []
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """Takes a sequence out of its slot and frees its pages; the last one of a group frees
-        the prompt's.
-        """
+        """Frees a sequence's slot and pages; the last of a group frees the prompt's too."""
         sequence.finish_reason = reason
         self._leave(sequence)
         if all(m.finish_reason for m in sequence.group.members):

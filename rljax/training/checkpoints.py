@@ -84,7 +84,9 @@ class Checkpoints:
                 )
                 self._manager.close()
                 place = self._directory / str(step)
-                place.rename(self._directory.parent / f"unreadable-{step}-{place.stat().st_mtime_ns}")
+                place.rename(
+                    self._directory.parent / f"unreadable-{step}-{place.stat().st_mtime_ns}"
+                )
                 self._manager = self._open()
         return None
 

@@ -31,9 +31,7 @@ Metrics = dict[str, Any]
 _LONGEST_SHARED = 2048  # tokens of a row; attention costs its square
 
 
-def train(
-    config: Config, preset: str = "custom", started: float | None = None
-) -> dict[str, Any]:
+def train(config: Config, preset: str = "custom", started: float | None = None) -> dict[str, Any]:
     """Runs, or continues, a whole run.
 
     Args:
@@ -129,8 +127,11 @@ def _account(found: Collected, num_generations: int) -> dict[str, float]:
         _log.info(
             "dynamic sampling: %d groups generated, %d kept (%d from before), %d dropped as "
             "degenerate, factor %.2f",
-            found.generated, len(found.groups) - found.filled, found.reused,
-            found.dropped_degenerate, values["group/oversampling"],
+            found.generated,
+            len(found.groups) - found.filled,
+            found.reused,
+            found.dropped_degenerate,
+            values["group/oversampling"],
         )
     return values
 
@@ -152,9 +153,7 @@ def score(run: Run, groups: list[ScoredGroup], clock: Clock) -> Batch:
             routing = batch.routing
             if run.config.rollout.routing_replay == "trainer":
                 routing = scores.routing
-            batch = batch.replace(
-                old_logp=scores.logp, old_entropy=scores.entropy, routing=routing
-            )
+            batch = batch.replace(old_logp=scores.logp, old_entropy=scores.entropy, routing=routing)
             if scores.router is not None:
                 clock.values |= scores.router.metrics()
         if run.reference is not None:
@@ -303,10 +302,8 @@ def held_out(run: Run, sampled: bool = False) -> dict[str, float]:
         return {}
     settings, progress = run.config.evals, run.progress
     greedy = dataclasses.replace(run.sampling, temperature=0.0)
-    ask = {"seed": run.config.run.seed + 1, "task": _task_name(run.config)}
-    values = evaluate(
-        run.engine, run.held_out, run.scorer, run.tokenizer, greedy, 1, **ask
-    )
+    ask: dict[str, Any] = {"seed": run.config.run.seed + 1, "task": _task_name(run.config)}
+    values = evaluate(run.engine, run.held_out, run.scorer, run.tokenizer, greedy, 1, **ask)
     accuracy = values[f"eval/{ask['task']}/greedy"]
     progress.eval_last, progress.eval_step = accuracy, progress.step
     progress.best = max(accuracy, progress.best or 0.0)
@@ -334,8 +331,9 @@ def finish(run: Run, display: LiveDisplay) -> dict[str, Any]:
     """Evaluates and saves what is not yet, draws the curves, and says where everything lies."""
     progress = run.progress
     place = run.directory / "result.json"
-    if not (run.restored and place.exists() and json.loads(place.read_text())["steps"]
-            == progress.step):
+    if not (
+        run.restored and place.exists() and json.loads(place.read_text())["steps"] == progress.step
+    ):
         passed = progress.passed
         if progress.eval_step != progress.step or run.config.evals.eval_k:
             run.log.log(progress.step, held_out(run, sampled=True))

@@ -48,8 +48,8 @@ _log = logging.getLogger(__name__)
 
 _MAY_CHANGE = (
     "run.steps", "run.run_dir", "run.resume", "run.save_every", "run.keep_checkpoints",
-    "run.log_samples", "optimizer.micro_batch_size", "optimizer.share_prompts", "optimizer.max_skipped_updates",
-    "rewards.reward_timeout", "evals.stop_at",
+    "run.log_samples", "optimizer.micro_batch_size", "optimizer.share_prompts",
+    "optimizer.max_skipped_updates", "rewards.reward_timeout", "evals.stop_at",
 )  # fmt: skip
 
 
@@ -152,12 +152,16 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
     mesh = meshes.from_flags(config.model.mesh)
     policy = _Policy.open(config, mesh)
     settings, data = config.rollout, config.data
-    columns = {
+    columns: dict[str, Any] = {
         "question_column": data.question_column or None,
         "answer_column": data.answer_column or None,
     }
     prompts = PromptStream(
-        data.data, policy.tokenizer, data.template, config.run.seed, data.max_prompt_length,
+        data.data,
+        policy.tokenizer,
+        data.template,
+        config.run.seed,
+        data.max_prompt_length,
         **columns,
     )
     held_out, validation = _held_out(config, policy.tokenizer, columns)
@@ -197,13 +201,11 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
             progress = Progress.from_json(host)
             prompts.set_state(progress.data)
             _log.info("resumed %s at step %d", directory, progress.step)
-        log = stack.enter_context(
-            MetricsLog(directory, None if found is None else progress.step)
-        )
+        log = stack.enter_context(MetricsLog(directory, None if found is None else progress.step))
         shards = meshes.batch_shards(mesh)
         may_share = _may_share(config, shards)
         rollout_rows = settings.prompts_per_step * settings.num_generations
-        shared = {
+        shared: dict[str, Any] = {
             "temperature": settings.temperature,
             "most_wanted": settings.max_completion_length,
         }
@@ -340,9 +342,7 @@ def make_objective(config: Config) -> L.Objective:
     objective = build(**given)
     if chosen.truncated_is is not None:
         correction = L.truncated_is(cap=chosen.truncated_is)
-        objective = dataclasses.replace(
-            objective, corrections=(*objective.corrections, correction)
-        )
+        objective = dataclasses.replace(objective, corrections=(*objective.corrections, correction))
     return objective
 
 
@@ -359,7 +359,7 @@ class _Policy:
         name, dtype = config.model.model, config.model.compute_dtype
         path = find_smollm2() if name == "smollm2" else Path(name)
         if path.exists():
-            tokenizer = load_tokenizer(path)
+            tokenizer: Any = load_tokenizer(path)
             model, params = models.from_pretrained(path, jnp.float32, mesh, compute_dtype=dtype)
             model = dataclasses.replace(model, remat=config.model.remat)
             return cls(model, tokenizer, lambda _: params)
@@ -386,15 +386,19 @@ def _alphabet(config: Config) -> str:
 
 
 def _held_out(
-    config: Config, tokenizer: Tokenizer, columns: dict[str, str | None]
+    config: Config, tokenizer: Tokenizer, columns: dict[str, Any]
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Held-out and validation prompts, as far as there are any."""
     data = config.data
 
     def load(source: str, split: str) -> list[Prompt]:
         return load_prompts(
-            source, tokenizer, data.template, split=split,
-            max_prompt_length=data.max_prompt_length, **columns,
+            source,
+            tokenizer,
+            data.template,
+            split=split,
+            max_prompt_length=data.max_prompt_length,
+            **columns,
         )
 
     generated = data.data in TASKS

@@ -99,7 +99,7 @@ def abstract(
 def state_shardings(state: TrainState, params: Params, mesh: Mesh) -> TrainState:
     """Shardings of a whole state: parameter-shaped parts like the parameters, the rest whole."""
     whole = meshes.replicated(mesh)
-    structure = jax.tree.structure(params)
+    structure: Any = jax.tree.structure(params)
 
     def is_params(tree: Any) -> bool:
         return jax.tree.structure(tree) == structure

@@ -145,7 +145,7 @@ def make_score(
       in which a group's prompt stands once.
     """
 
-    def piece(params: Params, batch: Batch, shared: tuple[int, int] | None) -> Scores:
+    def piece(params: Params, batch: Any, shared: tuple[int, int] | None) -> Scores:
         prefix, most, length = None, most_wanted, batch.tokens.shape[1]
         if shared is not None:
             plan = plan_sharing(batch.mask, batch.segments, group_size, *shared)
@@ -173,12 +173,19 @@ def make_score(
     @functools.partial(jax.jit, static_argnums=2)
     def score(params: Params, batch: Batch, shared: tuple[int, int] | None = None) -> Scores:
         batch = Batch(
-            tokens=batch.tokens, mask=batch.mask, group=batch.group, rewards=batch.rewards,
-            positions=batch.positions, segments=batch.segments, routing=batch.routing,
+            tokens=batch.tokens,
+            mask=batch.mask,
+            group=batch.group,
+            rewards=batch.rewards,
+            positions=batch.positions,
+            segments=batch.segments,
+            routing=batch.routing,
         )
         if parts == 1:
             return piece(params, batch, shared)
-        found = jax.lax.map(lambda part: piece(params, part, shared), _cut(batch, parts, group_size))
+        found = jax.lax.map(
+            lambda part: piece(params, part, shared), _cut(batch, parts, group_size)
+        )
 
         return Scores(
             logp=_join(found.logp, group_size),
@@ -220,7 +227,11 @@ def make_update(
 
     def loss(params: Params, rows: Rows) -> tuple[Array, tuple[dict[str, Any], Any]]:
         logp, entropy, router = models.score_tokens(
-            params, config, rows.tokens, rows.positions, rows.segments,
+            params,
+            config,
+            rows.tokens,
+            rows.positions,
+            rows.segments,
             temperature=temperature,
             routing=rows.routing if replay else None,
             wanted=rows.mask,
@@ -246,9 +257,7 @@ def make_update(
             return jax.tree.map(jnp.add, total, (value, grads)), aux
 
         zero = jax.tree.map(jnp.zeros_like, params)
-        (value, grads), (stats, sums) = jax.lax.scan(
-            add, (jnp.float32(0), zero), _cut(rows, parts)
-        )
+        (value, grads), (stats, sums) = jax.lax.scan(add, (jnp.float32(0), zero), _cut(rows, parts))
         each = [jax.tree.map(lambda x, i=i: x[i], stats) for i in range(parts)]
         return value, grads, L.merge(*each), jax.tree.map(lambda x: x.sum(0), sums)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import optax
@@ -39,8 +40,8 @@ def warm_up(run: Run, tell: Callable[[str], None]) -> dict[str, float]:
     settings = run.config.supervised
     if not run.validation:
         raise ValueError(
-            f"sft_target={settings.sft_target} needs a validation split, which {run.config.data.data} "
-            "does not have; use a generated task, or sft_target=0"
+            f"sft_target={settings.sft_target} needs a validation split, which "
+            f"{run.config.data.data} does not have; use a generated task, or sft_target=0"
         )
     optimizer = optax.adamw(
         optax.linear_schedule(settings.sft_learning_rate / 20, settings.sft_learning_rate, 20),
@@ -49,7 +50,10 @@ def warm_up(run: Run, tell: Callable[[str], None]) -> dict[str, float]:
     )
     objective = L.supervised()
     update = updates.make_update(
-        run.model, objective, optimizer, temperature=1.0,
+        run.model,
+        objective,
+        optimizer,
+        temperature=1.0,
         most_wanted=run.config.rollout.max_completion_length,
     )
     state = states.create(run.state.params, optimizer, run.mesh)
@@ -69,8 +73,14 @@ def warm_up(run: Run, tell: Callable[[str], None]) -> dict[str, float]:
             continue
         run.engine.load(state.params, version=0)
         found = evaluate(
-            run.engine, run.validation, run.scorer, run.tokenizer, greedy, 1,
-            run.config.run.seed, "validation",
+            run.engine,
+            run.validation,
+            run.scorer,
+            run.tokenizer,
+            greedy,
+            1,
+            run.config.run.seed,
+            "validation",
         )
         run.engine.unload()
         accuracy = found["eval/validation/greedy"]
@@ -103,7 +113,7 @@ def _answered(run: Run, prompts: list[Prompt]) -> Batch:
         tokens[b, :n], tokens[b, n:end] = prompt.tokens, answer
         segments[b, :end], mask[b, n:end] = 1, True
     rows = np.arange(len(prompts), dtype=np.int32)
-    return Batch(
+    fields: dict[str, Any] = dict(  # numpy arrays, which the device takes as they are
         tokens=tokens,
         mask=mask,
         positions=np.broadcast_to(np.arange(length, dtype=np.int32), shape).copy(),
@@ -111,3 +121,4 @@ def _answered(run: Run, prompts: list[Prompt]) -> Batch:
         group=rows,
         rewards=np.zeros(len(prompts), np.float32),
     )
+    return Batch(**fields)
