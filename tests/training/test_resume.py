@@ -96,6 +96,18 @@ def test_mismatch_is_reported_at_every_step_and_is_rounding(runs):
         assert {"mismatch/kl", "mismatch/k3", "mismatch/ess", "mismatch/pearson"} <= set(line)
 
 
+def test_eight_devices_by_one_flag_give_the_same_curve(runs, tmp_path):
+    base, *_ = runs
+    sharded = command(tmp_path / "run", "--mesh=data=2,fsdp=4", "--steps=2", devices=8)
+    _, err = sharded.communicate(timeout=600)
+    assert sharded.returncode == 0, err
+    for one, other in zip(lines(base / "whole")[:3], lines(tmp_path / "run"), strict=True):
+        for tag in ("reward/mean", "policy/loss", "policy/entropy", "policy/grad_norm"):
+            if tag in one:
+                assert other[tag] == pytest.approx(one[tag], rel=1e-3, abs=1e-5), tag
+        assert other.get("mismatch/logp_diff_max", 0) < 1e-5
+
+
 def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(runs):
     base, *_ = runs
     place = base / "broken" / "checkpoints" / "6" / "state"

@@ -1,0 +1,138 @@
+"""What is wrong ends in one clear line, or costs one sample."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rljax.config import PRESETS, Config
+
+sys.path.insert(0, str(Path(__file__).parent))
+from runs import ROOT, command
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("commands")
+    (folder / "empty.jsonl").write_text("")
+    (folder / "no_weights").mkdir()
+    (folder / "no_weights" / "config.json").write_text('{"model_type": "qwen3"}')
+    rows = [{"question": f"{i}+{i}=", "answer": str(2 * i)} for i in range(16)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (folder / "reward.py").write_text(
+        "calls = 0\n"
+        "def picky(completions, answer, **_):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    if calls == 3:\n"
+        "        raise RuntimeError('not today')\n"
+        "    if len(completions) == 1 and '1' in completions[0]:\n"
+        "        raise ValueError('no ones')\n"
+        "    return [None if '2' in c else float('3' in c) for c in completions]\n"
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    "flags,line",
+    [
+        (["--lerning_rate=1"], "flag --lerning_rate is unknown; did you mean --learning_rate?"),
+        (["--steps=many"], "--steps"),
+        (["--preset=nope"], "preset='nope' is unknown; the presets are arithmetic,"),
+        (["--data=nope.jsonl"], "'nope.jsonl' is neither a file, a folder nor a generated task"),
+        (["--data={base}/empty.jsonl"], "holds no rows"),
+        (["--model=nope"], "model='nope' is neither a folder or .gguf file nor one of smollm2,"),
+        (["--model={base}/no_weights"], "no_weights"),
+        (["--max_prompt_length=4"], "longer than max_prompt_length=4"),
+        (["--mesh=fsdp=3"], "mesh fsdp=3 needs 3 devices, got 1"),
+        (["--mini_batch_size=7"], "mini_batch_size=7 must divide the 16 responses"),
+        (["--cap=3", "--objective=grpo"], "flag --cap is unknown"),
+        (["--objective=dr_grpo", "--mask_truncated=True"], "means nothing to objective=dr_grpo"),
+        (["--overlong_max=9", "--objective=dapo"], "longer than max_completion_length=6"),
+        (["--rewards=nope.py:f"], "nope.py"),
+        (["--top_p=0.9"], "train with top_p=1"),
+        (["--resume=must"], "holds no run"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(base, tmp_path, flags, line):
+    process = command(tmp_path / "run", *(f.format(base=base) for f in flags))
+    out, err = process.communicate(timeout=120)
+    complaints = [text for text in err.splitlines() if text.startswith("error: ")]
+    assert process.returncode == 1
+    assert out == ""
+    assert len(complaints) == 1, err
+    assert "Traceback" not in err
+    assert line in complaints[0]
+
+
+def test_a_reward_function_that_raises_costs_samples_not_the_run(base, tmp_path):
+    """Custom data, custom reward and dynamic sampling, through to the end."""
+    process = command(
+        tmp_path / "run", f"--data={base}/data.jsonl", f"--rewards={base}/reward.py:picky",
+        "--sft_target=0", "--steps=2", "--objective=dapo", "--dynamic_sampling=True",
+        "--max_oversampling=2",
+    )  # fmt: skip
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert json.loads(out.splitlines()[-1])["steps"] == 2
+    rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(r.get("reward/invalid_frac", 0) for r in rows) > 0
+    assert "picky" in err  # a line says which function lost how many samples
+
+
+def test_another_configuration_in_the_same_directory_is_refused(base, tmp_path):
+    flags = [
+        f"--data={base}/data.jsonl", "--sft_target=0", "--steps=1", "--objective=grpo", "--beta=0"
+    ]  # fmt: skip
+    first = command(tmp_path / "run", *flags)
+    assert first.wait(300) == 0, first.communicate()[1]
+    other = command(tmp_path / "run", *flags, "--temperature=0.5")
+    _, err = other.communicate(timeout=120)
+    assert other.returncode == 1
+    assert "holds a run with temperature=1.0, got 0.5" in err
+    never = command(tmp_path / "run", *flags, "--resume=never")
+    assert "choose another run_dir" in never.communicate(timeout=120)[1]
+
+
+@pytest.mark.smoke
+def test_import_is_quick_and_starts_no_device():
+    code = (
+        "import time; t = time.perf_counter(); import rljax, sys; "
+        "assert 'jax' not in sys.modules; print(time.perf_counter() - t); "
+        "from rljax import losses; import jax; from jax._src import xla_bridge; "
+        "assert not xla_bridge._backends; "
+        "assert not any(m.startswith('rljax.') and m.split('.')[1] not in ('losses', 'batch') "
+        "for m in sys.modules), 'losses must stand alone'"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    ).stdout
+    assert float(out) < 1.0
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_valid_and_documented(name):
+    config = PRESETS[name]()
+    config.check()
+    hash(config)
+    assert "Command:" in PRESETS[name].__doc__ and "Cost" in PRESETS[name].__doc__
+
+
+@pytest.mark.smoke
+def test_every_field_is_read_somewhere():
+    """An option that nothing reads does nothing."""
+    import dataclasses
+
+    source = "".join(p.read_text() for p in (ROOT / "rljax").rglob("*.py") if p.name != "config.py")
+    own = (ROOT / "rljax" / "config.py").read_text().split("def check")[1]
+    objective = {f.name for f in dataclasses.fields(Config().objective)}
+    for part in dataclasses.fields(Config):
+        for field in dataclasses.fields(part.default):
+            if field.name in objective or field.name in ("top_p", "top_k", "min_p"):
+                continue  # handed over by name, refused where they mean nothing
+            assert f".{field.name}" in source or f".{field.name}" in own, field.name
