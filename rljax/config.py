@@ -6,7 +6,28 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
-ObjectiveName = Literal["grpo", "dr_grpo", "dapo", "gspo"]
+ObjectiveName = Literal[
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "gspo_token",
+    "cispo",
+    "gmpo",
+    "sapo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "minirl",
+    "scalerl",
+    "dppo",
+    "decoupled_ppo",
+    "deepseek_v32",
+    "maxrl",
+    "gdpo",
+    "vespo",
+]
+"""Objectives of `rljax.losses` that need neither a critic nor a teacher."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +131,18 @@ class ObjectiveSettings:
     """Weight of the KL penalty against the frozen start policy."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """Estimator of that KL."""
+    kl_unbiased: bool | None = None
+    """Multiply the KL penalty by the live ratio, which makes its gradient exact off-policy."""
+    cap: float | None = None
+    """Absolute bound of the importance weight (cispo, minirl, scalerl, dppo, decoupled_ppo)."""
+    tau_pos: float | None = None
+    """sapo: temperature of its gate at positive advantages ..."""
+    tau_neg: float | None = None
+    """... and at negative ones."""
+    delta: float | None = None
+    """dppo, deepseek_v32: how far the policies may part before a token or sequence is dropped."""
+    gamma: float | None = None
+    """reinforce_plus_plus: discount of the returns to go."""
     overlong_max: int | None = None
     """DAPO: tokens from which a response has the full length penalty; by default
     max_completion_length."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import json
 import logging
 import platform
@@ -310,8 +311,6 @@ def make_objective(config: Config) -> L.Objective:
     Raises:
       ValueError: A setting was given that the objective does not take.
     """
-    import inspect
-
     chosen = config.objective
     build = getattr(L, chosen.objective)
     taken = inspect.signature(build).parameters
@@ -337,6 +336,9 @@ def make_objective(config: Config) -> L.Objective:
                 f"{longest}; no response could reach it"
             )
         given.setdefault("overlong_cache", max(given["overlong_max"] // 5, 1))
+    if chosen.objective == "gdpo":
+        rewards = config.rewards
+        given["reward_weights"] = rewards.reward_weights or (1.0,) * len(rewards.rewards)
     if chosen.objective == "dr_grpo":
         given["length"] = longest
     objective = build(**given)

@@ -49,7 +49,7 @@ def base(tmp_path_factory):
         (["--max_prompt_length=4"], "longer than max_prompt_length=4"),
         (["--mesh=fsdp=3"], "mesh fsdp=3 needs 3 devices, got 1"),
         (["--mini_batch_size=7"], "mini_batch_size=7 must divide the 16 responses"),
-        (["--cap=3", "--objective=grpo"], "flag --cap is unknown"),
+        (["--cap=3", "--objective=grpo"], "cap=3.0 means nothing to objective=grpo"),
         (["--objective=dr_grpo", "--mask_truncated=True"], "means nothing to objective=dr_grpo"),
         (["--overlong_max=9", "--objective=dapo"], "longer than max_completion_length=6"),
         (["--rewards=nope.py:f"], "nope.py"),

@@ -1,0 +1,38 @@
+"""The flags of an objective reach it, and every objective of the flags can be trained."""
+
+import dataclasses
+import typing
+
+import pytest
+
+from rljax import losses as L
+from rljax.config import Config, ObjectiveName, ObjectiveSettings
+from rljax.training.setup import make_objective
+
+GIVEN = {"old", "rollout", "ref", "entropy", "old_entropy", "components"}
+
+
+def build(**flags):
+    return make_objective(dataclasses.replace(Config(), objective=ObjectiveSettings(**flags)))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", typing.get_args(ObjectiveName))
+def test_each_needs_only_what_the_trainer_gives(name):
+    assert build(objective=name).needs <= GIVEN
+
+
+def test_flags_are_the_arguments():
+    assert build(objective="gspo", clip_low=0.1, clip_high=0.2) == L.gspo(0.1, 0.2)
+    assert build(objective="grpo") == L.grpo()
+    assert build(objective="cispo", cap=3.0) == L.cispo(cap=3.0)
+    assert build(objective="dr_grpo") == L.dr_grpo(length=6)
+    assert build(objective="dapo") == L.dapo(overlong_max=6, overlong_cache=1)
+    assert build(objective="gdpo") == L.gdpo(reward_weights=(1.0,))
+    corrected = build(objective="grpo", truncated_is=2.0)
+    assert corrected.corrections == (L.truncated_is(cap=2.0),)
+
+
+def test_a_flag_that_means_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"cap=3.0 means nothing to objective=gspo"):
+        build(objective="gspo", cap=3.0)
