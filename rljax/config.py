@@ -26,8 +26,9 @@ ObjectiveName = Literal[
     "maxrl",
     "gdpo",
     "vespo",
+    "ppo",
 ]
-"""Objectives of `rljax.losses` that need neither a critic nor a teacher."""
+"""Objectives of `rljax.losses` that need no teacher."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +143,11 @@ class ObjectiveSettings:
     delta: float | None = None
     """dppo, deepseek_v32: how far the policies may part before a token or sequence is dropped."""
     gamma: float | None = None
-    """reinforce_plus_plus: discount of the returns to go."""
+    """ppo, reinforce_plus_plus: discount of the returns."""
+    lam: float | None = None
+    """ppo: λ of generalised advantage estimation."""
+    value_clip: float | None = None
+    """ppo: how far the critic may move from its value at the start of the step."""
     overlong_max: int | None = None
     """DAPO: tokens from which a response has the full length penalty; by default
     max_completion_length."""
@@ -160,6 +165,8 @@ class OptimizerSettings:
 
     learning_rate: float = 5e-4
     """Of AdamW, after the warm-up."""
+    critic_learning_rate: float = 3e-3
+    """Of the critic, where the objective has one; same warm-up and schedule."""
     warmup_steps: int = 10
     """Optimizer steps over which the rate rises from 0."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -288,7 +295,7 @@ class Config:
         ):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        if r.num_generations < 2:
+        if r.num_generations < 2 and self.objective.objective != "ppo":
             raise ValueError(
                 f"num_generations={r.num_generations}: a group baseline needs at least 2"
             )
@@ -355,8 +362,23 @@ def smollm2_arithmetic() -> Config:
     )
 
 
+def ppo() -> Config:
+    """The embedded default by PPO: a critic started from the policy, instead of group baselines.
+
+    Command: `python -m experiments.train --preset ppo`. Cost: about 4 minutes on 2 CPU cores.
+    Expected: held-out accuracy from about .3 to above .8.
+    """
+    default = arithmetic()
+    return dataclasses.replace(
+        default,
+        rollout=dataclasses.replace(default.rollout, prompts_per_step=128, num_generations=2),
+        objective=ObjectiveSettings(objective="ppo"),
+    )
+
+
 PRESETS: dict[str, Callable[[], Config]] = {
     "arithmetic": arithmetic,
+    "ppo": ppo,
     "smollm2-arithmetic": smollm2_arithmetic,
 }
 """The named configurations; each is a starting point whose fields the flags change."""

@@ -10,6 +10,7 @@ from rljax.models.config import (
     Stack,
     decoder,
 )
+from rljax.models.critic import abstract_critic, init_critic, token_values
 from rljax.models.experts import RouterOutputs
 from rljax.models.forward import hidden_states, logits, score_tokens, token_logprobs
 from rljax.models.parameters import (
@@ -39,6 +40,7 @@ __all__ = [
     "RouterOutputs",
     "Stack",
     "abstract",
+    "abstract_critic",
     "check",
     "count",
     "count_active",
@@ -48,10 +50,12 @@ __all__ = [
     "from_pretrained",
     "hidden_states",
     "init",
+    "init_critic",
     "logits",
     "names",
     "save_pretrained",
     "score_tokens",
     "shardings",
     "token_logprobs",
+    "token_values",
 ]

@@ -281,7 +281,7 @@ def output_logits(params: Params, config: ModelConfig, hidden: Array) -> Array:
     )
 
 
-def _places(tokens: Array, positions: Array | None, segments: Array | None) -> tuple[Array, Array]:
+def places(tokens: Array, positions: Array | None, segments: Array | None) -> tuple[Array, Array]:
     """Positions and segments where they are not given: one segment a row, from 0."""
     if segments is None:
         segments = jnp.ones(tokens.shape, jnp.int32)
@@ -314,7 +314,7 @@ def logits(
     Returns:
       float32 logits of the token after each position.
     """
-    positions, segments = _places(tokens, positions, segments)
+    positions, segments = places(tokens, positions, segments)
     hidden, _, _ = hidden_states(params, config, tokens, positions, full_attention(segments))
     return output_logits(params, config, hidden)
 
@@ -402,7 +402,7 @@ def score_tokens(
         raise ValueError(
             f"temperature={temperature} must be above 0: greedy decoding has no log-probabilities"
         )
-    positions, segments = _places(tokens, positions, segments)
+    positions, segments = places(tokens, positions, segments)
     hidden, _, router = hidden_states(
         params,
         config,
@@ -412,18 +412,7 @@ def score_tokens(
         counted=segments > 0,
         routing=routing,
     )
-    follows = jnp.pad(
-        (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0), ((0, 0), (1, 0))
-    )
-    before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    if prefix is not None:
-        # The first token of a segment comes after the last one of its prefix.
-        place = jnp.arange(tokens.shape[1])
-        ends = jnp.where(prefix[:, :, None] == segments[:, None, :], place, -1).max(-1)
-        first = ~follows & (prefix > 0) & (ends >= 0)
-        last = jnp.take_along_axis(hidden, jnp.maximum(ends, 0)[..., None], axis=1)
-        before = jnp.where(first[..., None], last, before)
-        follows = follows | first
+    before, follows = preceding(hidden, segments, prefix)
     keep = follows if wanted is None else follows & wanted
     rows = jnp.arange(tokens.shape[0])[:, None]
     if most_wanted is not None and most_wanted < tokens.shape[1]:
@@ -439,6 +428,28 @@ def score_tokens(
     else:
         logp, entropy = _score(params, config, before, tokens, temperature, chunk)
     return jnp.where(keep, logp, 0.0), jnp.where(keep, entropy, 0.0), router
+
+
+def preceding(
+    hidden: Float[Array, "B T D"],
+    segments: Int[Array, "B T"],
+    prefix: Int[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B T D"], Bool[Array, "B T"]]:
+    """The hidden state that each token was predicted from, and whether there is one.
+
+    It is the one before it in its segment; for the first of a segment the last of its prefix.
+    """
+    follows = jnp.pad(
+        (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0), ((0, 0), (1, 0))
+    )
+    before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    if prefix is None:
+        return before, follows
+    place = jnp.arange(segments.shape[1])
+    ends = jnp.where(prefix[:, :, None] == segments[:, None, :], place, -1).max(-1)
+    first = ~follows & (prefix > 0) & (ends >= 0)
+    last = jnp.take_along_axis(hidden, jnp.maximum(ends, 0)[..., None], axis=1)
+    return jnp.where(first[..., None], last, before), follows | first
 
 
 def _score(

@@ -110,6 +110,7 @@ class Run:
     prepare: Callable[..., Any]
     minibatch: Callable[..., Any]
     score: Callable[..., updates.Scores]
+    values: Callable[..., jax.Array]
     update: Callable[..., Any]
     learning_rate: Callable[[int], Any]
     may_share: bool
@@ -190,12 +191,15 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
             detokenize=policy.tokenizer.decode,
         )
         objective = make_objective(config)
-        optimizer = states.make_optimizer(config.optimizer, config.updates)
+        with_critic = objective.critic is not None
+        optimizer = states.make_optimizer(config.optimizer, config.updates, with_critic)
         checkpoints = Checkpoints(directory / "checkpoints", config.run.keep_checkpoints)
         stack.callback(checkpoints.close)
-        found = checkpoints.restore(states.abstract(policy.model, optimizer, mesh))
+        found = checkpoints.restore(states.abstract(policy.model, optimizer, mesh, with_critic))
         if found is None:
-            state = states.create(policy.initial(mesh), optimizer, mesh)
+            params = policy.initial(mesh)
+            critic = models.init_critic(params, policy.model, mesh) if with_critic else None
+            state = states.create(params, optimizer, mesh, critic)
             progress = Progress()
         else:
             _, state, host = found
@@ -240,6 +244,9 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
                 ),
                 replay=settings.routing_replay == "sampler",
                 group_size=settings.num_generations if may_share else 1,
+            ),
+            values=updates.make_values(
+                policy.model, group_size=settings.num_generations if may_share else 1
             ),
             update=updates.make_update(
                 policy.model,

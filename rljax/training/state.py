@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ class TrainState:
     Attributes:
       step: int32, optimizer updates tried (skipped ones included).
       params: float32 master weights.
+      critic: The critic's, as `models.init_critic` makes it; None without one.
       opt_state: The optimizer's.
       skipped: int32, updates skipped so far for want of a finite gradient or of any weight.
       skipped_in_row: int32, the last of them without one between.
@@ -34,6 +36,12 @@ class TrainState:
     opt_state: Any
     skipped: Int[Array, ""]
     skipped_in_row: Int[Array, ""]
+    critic: Params | None = None
+
+    @property
+    def trained(self) -> Any:
+        """What the optimizer changes: the policy's weights, with the critic's where there are."""
+        return self.params if self.critic is None else (self.params, self.critic)
 
 
 def learning_rate(settings: OptimizerSettings, updates: int) -> optax.Schedule:
@@ -55,41 +63,69 @@ def learning_rate(settings: OptimizerSettings, updates: int) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(rate / rise, rate, rise - 1), after], [rise])
 
 
-def make_optimizer(settings: OptimizerSettings, updates: int) -> optax.GradientTransformation:
-    """AdamW behind a global-norm clip (Loshchilov and Hutter, 2019); `updates` as in the rate."""
-    return optax.chain(
-        optax.clip_by_global_norm(settings.max_grad_norm),
-        optax.adamw(
-            learning_rate(settings, updates),
-            b1=settings.adam_b1,
-            b2=settings.adam_b2,
-            weight_decay=settings.weight_decay,
-        ),
+def make_optimizer(
+    settings: OptimizerSettings, updates: int, with_critic: bool = False
+) -> optax.GradientTransformation:
+    """AdamW behind a global-norm clip (Loshchilov and Hutter, 2019).
+
+    Args:
+      settings: Rates, decays and the clip.
+      updates: Optimizer steps of the whole run.
+      with_critic: Whether a critic is trained beside the policy, with its own rate and clip.
+    """
+
+    def chain(settings: OptimizerSettings) -> optax.GradientTransformation:
+        return optax.chain(
+            optax.clip_by_global_norm(settings.max_grad_norm),
+            optax.adamw(
+                learning_rate(settings, updates),
+                b1=settings.adam_b1,
+                b2=settings.adam_b2,
+                weight_decay=settings.weight_decay,
+            ),
+        )
+
+    if not with_critic:
+        return chain(settings)
+    critic = dataclasses.replace(settings, learning_rate=settings.critic_learning_rate)
+    return optax.multi_transform(
+        {"policy": chain(settings), "critic": chain(critic)}, ("policy", "critic")
     )
 
 
-def create(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def _fresh(
+    params: Params, critic: Params | None, optimizer: optax.GradientTransformation
+) -> TrainState:
+    zero = jnp.int32(0)
+    state = TrainState(zero, params, None, zero, zero, critic)
+    return dataclasses.replace(state, opt_state=optimizer.init(state.trained))
+
+
+def create(
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    critic: Params | None = None,
+) -> TrainState:
     """A fresh state around float32 weights; moments are laid out like their weights."""
 
-    def build(params: Params) -> TrainState:
-        zero = jnp.int32(0)
-        return TrainState(zero, params, optimizer.init(params), zero, zero)
+    def build(params: Params, critic: Params | None) -> TrainState:
+        return _fresh(params, critic, optimizer)
 
-    shapes = jax.eval_shape(build, params)
+    shapes = jax.eval_shape(build, params, critic)
     out = state_shardings(shapes, jax.tree.map(lambda x: x.sharding, params), mesh)
-    return jax.jit(build, out_shardings=out)(params)
+    return jax.jit(build, out_shardings=out)(params, critic)
 
 
 def abstract(
-    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    with_critic: bool = False,
 ) -> TrainState:
     """The state's shapes and shardings, to restore a checkpoint into."""
-
-    def build(params: Params) -> TrainState:
-        zero = jnp.int32(0)
-        return TrainState(zero, params, optimizer.init(params), zero, zero)
-
-    shapes = jax.eval_shape(build, models.abstract(config))
+    critic = models.abstract_critic(config) if with_critic else None
+    shapes = jax.eval_shape(lambda p, c: _fresh(p, c, optimizer), models.abstract(config), critic)
     shardings = state_shardings(shapes, models.shardings(config, mesh), mesh)
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings

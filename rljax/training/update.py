@@ -197,6 +197,32 @@ def make_score(
     return score
 
 
+def make_values(config: ModelConfig, *, group_size: int = 1) -> Callable[..., Array]:
+    """The jitted pass that gives the critic's value before each of a batch's tokens.
+
+    Args:
+      config: The model.
+      group_size: Responses of a prompt, where prompts are shared.
+
+    Returns:
+      (critic, batch, shared) -> float32 [B, T]; `shared` as for `make_score`.
+    """
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def values(critic: Params, batch: Any, shared: tuple[int, int] | None = None) -> Array:
+        mask, length, prefix = batch.mask, batch.tokens.shape[1], None
+        if shared is not None:
+            plan = plan_sharing(mask, batch.segments, group_size, *shared)
+            batch, prefix = share_batch(plan, batch), plan.prefix
+        found = models.token_values(
+            critic, config, batch.tokens, batch.positions, batch.segments, prefix=prefix
+        )
+        found = found if shared is None else unshare(plan, found, length)
+        return jnp.where(mask, found, 0.0)
+
+    return values
+
+
 def make_update(
     config: ModelConfig,
     objective: L.Objective,
@@ -225,7 +251,8 @@ def make_update(
       (state, rows) -> (state, mergeable metrics, router sums).
     """
 
-    def loss(params: Params, rows: Rows) -> tuple[Array, tuple[dict[str, Any], Any]]:
+    def loss(trained: Any, rows: Rows) -> tuple[Array, tuple[dict[str, Any], Any]]:
+        params, critic = trained if with_critic else (trained, None)
         logp, entropy, router = models.score_tokens(
             params,
             config,
@@ -238,16 +265,23 @@ def make_update(
             most_wanted=min(most_wanted * max(rows.max_segments - 1, 1), rows.tokens.shape[1]),
             prefix=rows.prefix,
         )
-        value, stats = objective.loss(L.PolicyOutputs(logp, entropy=entropy), rows)
+        values = None
+        if critic is not None:
+            values = models.token_values(
+                critic, config, rows.tokens, rows.positions, rows.segments, prefix=rows.prefix
+            )
+        outputs = L.PolicyOutputs(logp, entropy=entropy, values=values)
+        value, stats = objective.loss(outputs, rows)
         if rows.old_logp is None and rows.rollout_logp is not None:
             # The live policy is the one at the start of the step: the only update on this batch.
             live = rows.replace(old_logp=jax.lax.stop_gradient(logp))
             stats = {**stats, **L.mismatch(live)}
         return value, (stats, _sums(router, None, rows.segments > 0))
 
+    with_critic = objective.critic is not None
     gradient = jax.value_and_grad(loss, has_aux=True)
 
-    def accumulate(params: Params, rows: Rows) -> tuple[Array, Params, dict[str, Any], Any]:
+    def accumulate(params: Any, rows: Rows) -> tuple[Array, Any, dict[str, Any], Any]:
         if parts == 1:
             (value, (stats, sums)), grads = gradient(params, rows)
             return value, grads, stats, sums
@@ -263,12 +297,13 @@ def make_update(
 
     @functools.partial(jax.jit, donate_argnums=0)
     def update(state: TrainState, rows: Rows) -> tuple[TrainState, dict[str, Any], Any]:
-        value, grads, stats, sums = accumulate(state.params, rows)
+        value, grads, stats, sums = accumulate(state.trained, rows)
         norm = optax.global_norm(grads)
         some = jnp.any(rows.weights != 0)
         good = jnp.isfinite(norm) & jnp.isfinite(value) & some
-        changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, changes)
+        changes, opt_state = optimizer.update(grads, state.opt_state, state.trained)
+        new = optax.apply_updates(state.trained, changes)
+        params, critic = new if with_critic else (new, None)
 
         def choose(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
@@ -276,6 +311,7 @@ def make_update(
         state = TrainState(
             step=state.step + 1,
             params=choose(params, state.params),
+            critic=choose(critic, state.critic),
             opt_state=choose(opt_state, state.opt_state),
             skipped=state.skipped + ~good,
             skipped_in_row=jnp.where(good, 0, state.skipped_in_row + 1),

@@ -11,6 +11,7 @@ import optax
 
 from rljax import losses as L
 from rljax import mesh as meshes
+from rljax import models
 from rljax.batch import Batch
 from rljax.data import Prompt
 from rljax.evals import evaluate
@@ -92,7 +93,10 @@ def warm_up(run: Run, tell: Callable[[str], None]) -> dict[str, float]:
         tell(f"supervised warm-up, step {step}: validation accuracy {accuracy:.3f}")
         if accuracy >= settings.sft_target:
             break
-    run.state = dataclasses.replace(run.state, params=state.params)
+    critic = run.state.critic
+    if critic is not None:  # it starts from the policy as it stands now
+        critic = models.init_critic(state.params, run.model, run.mesh)
+    run.state = dataclasses.replace(run.state, params=state.params, critic=critic)
     return values
 
 

@@ -9,7 +9,7 @@ from rljax import losses as L
 from rljax.config import Config, ObjectiveName, ObjectiveSettings
 from rljax.training.setup import make_objective
 
-GIVEN = {"old", "rollout", "ref", "entropy", "old_entropy", "components"}
+GIVEN = {"old", "rollout", "ref", "entropy", "old_entropy", "components", "values"}
 
 
 def build(**flags):

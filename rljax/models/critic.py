@@ -1,0 +1,86 @@
+"""A critic: a model with a value head, started from the policy's weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from rljax import mesh as meshes
+from rljax.models.config import ModelConfig
+from rljax.models.forward import full_attention, hidden_states, places, preceding
+from rljax.models.parameters import Params, abstract, shardings
+
+
+def init_critic(params: Params, config: ModelConfig, mesh: Mesh | None = None) -> Params:
+    """A critic with the policy's layers and a value head of zeros.
+
+    Args:
+      params: The policy's parameters; copied, so that either may be donated.
+      config: The model, which the critic shares.
+      mesh: Where the parameters lie.
+
+    Returns:
+      `{"model": params, "value": [hidden]}`.
+    """
+    out = None if mesh is None else critic_shardings(config, mesh)
+
+    def build(params: Params) -> Params:
+        value = jnp.zeros(config.hidden_size, jnp.float32)
+        return {"model": jax.tree.map(jnp.copy, params), "value": value}
+
+    return jax.jit(build, out_shardings=out)(params)
+
+
+def critic_shardings(config: ModelConfig, mesh: Mesh) -> Params:
+    """Shardings of a critic: the model's own, the head whole."""
+    return {"model": shardings(config, mesh), "value": meshes.replicated(mesh)}
+
+
+def abstract_critic(config: ModelConfig) -> Params:
+    """Shapes and dtypes of a critic's parameters."""
+    value = jax.ShapeDtypeStruct((config.hidden_size,), jnp.float32)
+    return {"model": abstract(config), "value": value}
+
+
+def token_values(
+    critic: Params,
+    config: ModelConfig,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"] | None = None,
+    segments: Int[Array, "B T"] | None = None,
+    *,
+    prefix: Int[Array, "B T"] | None = None,
+    routing: Any = None,
+) -> Float[Array, "B T"]:
+    """The critic's value before each token.
+
+    Args:
+      critic: As `init_critic` makes it.
+      config: The model.
+      tokens: Token ids.
+      positions: Rotary positions; by default each segment counts from 0.
+      segments: Packed sequences by number, 0 for padding.
+      prefix: The segment that a position sees besides its own; 0 for none.
+      routing: Experts to replay, -1 where unset.
+
+    Returns:
+      float32 [B, T]; entry t is the value of the state in which the token at t was chosen, 0 for
+      the first of a sequence.
+    """
+    positions, segments = places(tokens, positions, segments)
+    hidden, _, _ = hidden_states(
+        critic["model"],
+        config,
+        tokens,
+        positions,
+        full_attention(segments, prefix),
+        counted=segments > 0,
+        routing=routing,
+    )
+    before, follows = preceding(hidden, segments, prefix)
+    values = jnp.einsum("btd,d->bt", before.astype(jnp.float32), critic["value"])
+    return jnp.where(follows, values, 0.0)
