@@ -124,7 +124,7 @@ def train(window: tuple[float, float], config: Config, keys: jax.Array) -> Trace
         _, (entropies, clipped) = jax.lax.scan(step, start, jax.random.split(rest, config.steps))
         return Trace(jnp.concatenate([entropy(start)[None], entropies]), clipped)
 
-    return jax.vmap(run)(keys)
+    return jax.lax.map(run, keys)
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float]:
