@@ -124,7 +124,7 @@ def train(window: tuple[float, float], config: Config, keys: jax.Array) -> Trace
         _, (entropies, clipped) = jax.lax.scan(step, start, jax.random.split(rest, config.steps))
         return Trace(jnp.concatenate([entropy(start)[None], entropies]), clipped)
 
-    return jax.vmap(run)(keys)
+    return jax.lax.map(run, keys)
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float]:
@@ -188,17 +188,15 @@ def main(config: Config) -> dict[str, Any]:
     found = {"main": verdict(gaps[:2])}
     print(f"verdict: {found['main']} (does a wider upper edge keep more entropy?)")
 
-    print("where it turns, upper edges .28 and .5 against .2:")
+    print(f"where it turns, {' and '.join(map(str, UPPER[1:]))} against (.2, .2):")
     for steps, learning_rate in REGIMES:
         regime = dataclasses.replace(config, steps=steps, learning_rate=learning_rate)
         some, gaps = compare(regime, UPPER, keys)
         name = f"{steps} steps at {learning_rate:g}"
         found[name] = verdict(gaps)
         clipped = some[UPPER[0]].clipped.mean()
-        print(
-            f"  {name:14} clipped {clipped:5.1%}   {spelt(gaps[0])}   {spelt(gaps[1])}"
-            f"   {found[name]}"
-        )
+        shown = "   ".join(map(spelt, gaps))
+        print(f"  {name:14} clipped {clipped:5.1%}   {shown}   {found[name]}")
     if config.plot is not None:
         draw(traces, config.plot)
     print(json.dumps(found))

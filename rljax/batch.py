@@ -183,6 +183,11 @@ class Rows(struct.PyTreeNode):
         """Whether several responses may share a row."""
         return self.max_segments > 1
 
+    @property
+    def trains(self) -> Bool[Array, ""]:
+        """Whether any token trains; where none does, the optimizer step is to be skipped."""
+        return (self.mask & self.keep).any()
+
     def take(self, index: Int[Array, " n"]) -> "Rows":
         """Cuts rows, keeping their weights: a micro-batch.
 

@@ -12,6 +12,7 @@ devices add up to those of the whole.
 
 import dataclasses
 import warnings
+from types import NoneType
 from typing import Any
 
 import jax
@@ -21,11 +22,29 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rljax.batch import Batch, Rows
 from rljax.losses import groups, reports
-from rljax.losses.base import Draft, PolicyOutputs, Step, is_traced, parts
+from rljax.losses.advantages import Advantage
+from rljax.losses.base import Chain, Draft, PolicyOutputs, Step, is_traced, parts
+from rljax.losses.corrections import Correction
+from rljax.losses.critic import value_loss
+from rljax.losses.masks import Mask
 from rljax.losses.metrics import Metric, Metrics, total
 from rljax.losses.ratios import Ratio, sequence_ratio
+from rljax.losses.regularisers import Regulariser
 from rljax.losses.sequences import Layout
-from rljax.losses.weights import prompt_mean, sequence_mean, token_mean
+from rljax.losses.shaping import Shaping
+from rljax.losses.trust_regions import TrustRegion, policy_gradient
+from rljax.losses.weights import Weights, prompt_mean, sequence_mean, token_mean
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "advantage": (Advantage,),
+    "policy": (Ratio, TrustRegion),
+    "weights": (Weights,),
+    "shaping": (Shaping,),
+    "masks": (Mask,),
+    "corrections": (Correction,),
+    "regularisers": (Regulariser,),
+    "critic": (value_loss, NoneType),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,37 +63,57 @@ class Objective:
         corrections: For sampling by another policy, in order.
         regularisers: Penalties and batch-scoped terms.
         critic: The critic's loss, if there is one.
+
+    Where several may stand, one alone, a tuple or a list will do.
+
+    Raises:
+        ValueError: A part stands in the wrong place, or parts do not go together: a correction on
+            a ratio against the rollout policy, or one that judges tokens on a sequence's ratio.
     """
 
-    advantage: Any
-    policy: Any
-    weights: Any
-    shaping: tuple[Any, ...] = ()
-    masks: tuple[Any, ...] = ()
-    corrections: tuple[Any, ...] = ()
-    regularisers: tuple[Any, ...] = ()
-    critic: Any = None
+    advantage: Advantage | Chain
+    policy: Ratio | TrustRegion | Chain
+    weights: Weights
+    shaping: tuple[Shaping, ...] = ()
+    masks: tuple[Mask, ...] = ()
+    corrections: tuple[Correction, ...] = ()
+    regularisers: tuple[Regulariser, ...] = ()
+    critic: value_loss | None = None
 
     def __post_init__(self) -> None:
         for name in ("shaping", "masks", "corrections", "regularisers"):
             value = getattr(self, name)
             listed = tuple(value) if isinstance(value, list | tuple) else (value,)
             object.__setattr__(self, name, parts(*listed))
-        self._refuse_corrections()
+        self._refuse_misplaced()
+        self._refuse_double_corrections()
+        self._refuse_gates_on_coupled_tokens()
+        self._warn_of_token_weights()
         stateful = [r for r in self.regularisers if r.init_state()]
         if len(stateful) > 1:
             raise ValueError(f"one regulariser may keep state, got {stateful}: keep one of them")
 
-    def _refuse_corrections(self) -> None:
-        policy = parts(self.policy)
-        for transform in policy:
+    def _refuse_misplaced(self) -> None:
+        for name, kinds in _KINDS.items():
+            value = getattr(self, name)
+            for transform in parts(*value) if isinstance(value, tuple) else parts(value):
+                if not isinstance(transform, kinds):
+                    wanted = " or ".join(kind.__name__ for kind in kinds)
+                    raise ValueError(
+                        f"{name} takes what derives from {wanted}, got {transform!r}: "
+                        "put it where it belongs"
+                    )
+
+    def _refuse_double_corrections(self) -> None:
+        for transform in parts(self.policy):
             if self.corrections and isinstance(transform, Ratio) and transform.anchor == "rollout":
                 raise ValueError(
                     f"{transform!r} is taken against the rollout policy already, got "
                     f"{self.corrections[0]!r} on top: drop it or use anchor='old'"
                 )
-            if isinstance(transform, sequence_ratio) and transform.normalize:
-                self._warn_of_token_weights(transform)
+
+    def _refuse_gates_on_coupled_tokens(self) -> None:
+        policy = parts(self.policy)
         coupling = [t for t in policy if t.couples_tokens]
         gating = [
             t
@@ -87,13 +126,15 @@ class Objective:
                 "rejected tokens would keep a gradient: use sequence_token_ratio or judge sequences"
             )
 
-    def _warn_of_token_weights(self, ratio: sequence_ratio) -> None:
-        if not isinstance(self.weights, sequence_mean):
-            warnings.warn(
-                f"{ratio!r} under {self.weights!r} gives long responses more weight: "
-                "sequence_mean() weighs every response once",
-                stacklevel=5,
-            )
+    def _warn_of_token_weights(self) -> None:
+        for ratio in parts(self.policy):
+            whole = isinstance(ratio, sequence_ratio) and ratio.normalize
+            if whole and not isinstance(self.weights, sequence_mean):
+                warnings.warn(
+                    f"{ratio!r} under {self.weights!r} gives long responses more weight: "
+                    "sequence_mean() weighs every response once",
+                    stacklevel=4,
+                )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -122,8 +163,10 @@ class Objective:
         """
         batch.check()
         draft = _draft(batch)
-        for transform in (*self.shaping, *self.masks):
-            draft = transform(draft)
+        for shape in self.shaping:
+            draft = shape(draft)
+        for mask in self.masks:
+            draft = mask(draft)
         draft = self.advantage(draft.replace(advantages=draft.rewards))
         for correction in self.corrections:
             draft = correction(draft)
@@ -230,10 +273,11 @@ class Objective:
         """
         step = self.policy(self._step(outputs, rows, state or {}))
         if step.surrogate is None:
-            step = step.replace(surrogate=step.ratio * step.advantages)
+            step = policy_gradient()(step)
         chosen = self._chosen(rows)
         for term in self.regularisers:
             step = term.surrogate(step, chosen.get(term))
+        assert step.surrogate is not None
         gain = rows.weights * jax.lax.stop_gradient(rows.correction) * step.surrogate
         if step.gate is not None:
             gain = gain * step.gate

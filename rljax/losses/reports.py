@@ -22,7 +22,7 @@ def of_draft(draft: Draft) -> Metrics:
     once = valid / jnp.maximum(stats.count, 1.0)  # every group counts one
     right = groups.sums(correct.astype(jnp.float32), draft.group)
     length = draft.length.astype(jnp.float32)
-    everyone = draft.inside.any(axis=1) if draft.batch.segments is not None else valid | True
+    everyone = draft.inside.any(axis=1)
     return {
         "reward/mean": Mean.of(draft.rewards, valid),
         "reward/std": Moments.of(draft.rewards, valid, report="std"),

@@ -33,7 +33,8 @@ def test_the_expected_length_of_a_cut_off_geometric():
 def test_entropy_clip(capsys, monkeypatch):
     entropy_clip = importlib.import_module("experiments.entropy_clip")
     monkeypatch.setattr(entropy_clip, "REGIMES", ((4, 3.0),))  # shares the main compilation
-    monkeypatch.setattr(entropy_clip, "WINDOWS", entropy_clip.UPPER)
+    for windows in ("WINDOWS", "UPPER"):
+        monkeypatch.setattr(entropy_clip, windows, ((0.2, 0.2), (0.2, 0.5)))
     found = entropy_clip.main(entropy_clip.Config(steps=4, learning_rate=3.0, seeds=20))
     assert printed(capsys) == found
     assert set(found.values()) <= {"ordered", "reversed", "undecided"} and "main" in found

@@ -80,7 +80,7 @@ def test_all_masked_gives_zero_loss_and_gradient(batch, logp):
         loss, gradient, stats = value_and_grad(objective, logp, rows)
         assert loss == 0 and (gradient == 0).all()
         assert not np.isnan(list(L.finish(stats).values())).any()
-        assert rows.token_weights.sum() == 0
+        assert rows.token_weights.sum() == 0 and not rows.trains
 
 
 def test_nan_outside_the_mask_never_leaks(batch, logp):
@@ -152,6 +152,33 @@ def test_double_corrections_are_refused():
         L.sequence_mean(),
         corrections=L.truncated_is(level="sequence"),
     )
+
+
+@pytest.mark.parametrize(
+    ("slot", "part"),
+    [
+        ("masks", L.truncated_is()),
+        ("corrections", L.kl(0.1)),
+        ("shaping", L.mask_truncated()),
+        ("regularisers", L.value_loss()),
+        ("critic", L.kl(0.1)),
+        ("weights", L.group_center()),
+        ("advantage", L.chain(L.group_center(), L.token_ratio())),
+        ("policy", L.token_mean()),
+    ],
+)
+def test_a_part_in_the_wrong_place_is_refused(slot, part):
+    right = {"advantage": L.group_center(), "policy": L.token_ratio(), "weights": L.token_mean()}
+    with pytest.raises(ValueError, match=f"^{slot} takes what derives from"):
+        L.Objective(**{**right, slot: part})
+
+
+def test_one_part_a_tuple_or_a_list_is_the_same():
+    made = [
+        L.Objective(L.group_center(), L.token_ratio(), L.token_mean(), masks=masks)
+        for masks in (L.mask_truncated(), (L.mask_truncated(),), [L.mask_truncated()])
+    ]
+    assert made[0] == made[1] == made[2]
 
 
 def test_an_objective_is_a_static_argument(batch, logp):

@@ -142,7 +142,7 @@ def padded(batch, outputs, junk):
 
 
 @every_objective
-@some(4)
+@some(3)
 @draws(junk=st.sampled_from([np.nan, np.inf, -1e30, 3.0]))
 def test_padding_permutation_packing_and_micro_batches(name, junk, **drawn):
     batch, outputs = build(**drawn)
@@ -204,7 +204,7 @@ def test_devices(name, **drawn):
     batch, outputs = build(**drawn)
     rows, _ = OBJECTIVES[name].prepare(batch)
     expected = evaluate(name, outputs, rows)
-    for count in (1, 2, 4, 8):
+    for count in (2, 4, 8):  # the expected values are one device's
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:count]), ("data",))
         split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
         same(compiled(name)(*jax.device_put((outputs, rows), split)), expected)

@@ -1,5 +1,7 @@
 """What people look at: descriptions, gradients by token, the table of the documentation."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +71,17 @@ def test_the_table_sets_every_objective_on_one_line():
     gspo = next(line for line in lines if line.startswith("| `gspo` "))
     assert "`sequence_ratio()`" in gspo and "ppo_clip(low=0.0003, high=0.0004)" in gspo
     assert "live ratio × k3" in next(line for line in lines if "`deepseek_v32`" in line)
+
+
+def test_the_losses_import_alone():
+    """A notebook may use them without the rest of the house."""
+    program = (
+        "import sys, rljax.losses;"
+        "mine = {m for m in sys.modules if m.startswith('rljax.') and 'losses' not in m};"
+        "assert mine == {'rljax.batch'}, mine;"
+        "assert not {'optax', 'orbax', 'transformers', 'grain'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize("name", L.__all__)
