@@ -10,10 +10,11 @@ Command:
 
 Cost: about 20 seconds on 2 CPU cores.
 
-Expected: values and gradients agree to 1e-4. By the fastest of the runs (medians say more about a
-machine's other work), on 2 CPU cores: with metrics JAX takes 1.3 to 2.8 ms and torch 1.4 to 3 times
-that; without, JAX takes .5 to .8 ms, torch about 6 times that where the ratio is a token's, and the
-same for GSPO, whose ratio is one number a response, so that torch has little to do either.
+Expected: values and gradients agree to 1e-4. On 2 CPU cores, by the fastest runs: with metrics JAX
+takes 1.3 to 3 ms and torch 4 to 8 ms where the ratio is a token's; without, .5 to 1.5 ms against 3
+to 5 ms. With GSPO both have little to do, its ratio being one number a response, and come out about
+equal (2 ms with metrics, .6 to .9 ms without). Where other work shares the cores, torch's threads
+wait for each other and take a hundred times as long; look at the fastest runs, not at the medians.
 """
 
 import dataclasses
