@@ -467,7 +467,6 @@ def _score(
     """
     rows, length = targets.shape
 
-    @jax.checkpoint
     def part(args: tuple[Array, Array]) -> tuple[Array, Array]:
         h, t = args
         z = output_logits(params, config, h) / temperature
@@ -490,5 +489,5 @@ def _score(
         def join(x: Array) -> Array:
             return x.swapaxes(0, 1).reshape(rows, parts * width)[:, :length]
 
-        logp, entropy = jax.lax.map(part, (split(hidden), split(targets)))
+        logp, entropy = jax.lax.map(jax.checkpoint(part), (split(hidden), split(targets)))
         return join(logp), join(entropy)

@@ -299,7 +299,7 @@ def make_update(
     def update(state: TrainState, rows: Rows) -> tuple[TrainState, dict[str, Any], Any]:
         value, grads, stats, sums = accumulate(state.trained, rows)
         norm = optax.global_norm(grads)
-        some = jnp.any(rows.weights != 0)
+        some = rows.trains
         good = jnp.isfinite(norm) & jnp.isfinite(value) & some
         changes, opt_state = optimizer.update(grads, state.opt_state, state.trained)
         new = optax.apply_updates(state.trained, changes)
