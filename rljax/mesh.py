@@ -36,6 +36,10 @@ ROLLOUT_RULES: Rules = {**TRAIN_RULES, "embed": None}
 """Weights while sampling: whole on every data and fsdp shard, so that decoding gathers nothing."""
 
 
+# On several virtual CPU devices set JAX_CPU_ENABLE_ASYNC_DISPATCH=false before jax starts: two
+# programs with collectives in flight at once can wait for each other for ever.
+
+
 def make(*, devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
     """Makes a mesh with all axes of `AXES` (axis type Auto).
 

@@ -8,3 +8,5 @@ for _flag in _FLAGS:
     if _flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Two programs with collectives in flight on virtual devices can wait for each other for ever.
+os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")

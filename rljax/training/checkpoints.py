@@ -97,9 +97,9 @@ class Checkpoints:
 
 
 def save_reference(directory: Path, params: Params) -> None:
-    """Writes the frozen reference model of a run, once."""
+    """Writes the frozen reference model of a run, in place of what lay there."""
     with ocp.StandardCheckpointer() as saver:
-        saver.save(directory.absolute(), params)
+        saver.save(directory.absolute(), params, force=True)
 
 
 def load_reference(directory: Path, target: Params) -> Params:

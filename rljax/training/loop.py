@@ -83,7 +83,7 @@ def begin(run: Run, display: LiveDisplay) -> None:
     freeze_reference(run)
     run.engine.load(run.state.params, version=run.progress.step)
     if not run.restored:
-        values |= held_out(run, sampled=True)
+        values |= held_out(run) | held_out_samples(run)
         run.progress.eval_before = run.progress.eval_last
         run.log.log(0, values)
         display.update(0, values)
@@ -261,9 +261,12 @@ def watch(
         "policy/skipped_updates": float(run.state.skipped),
     }
     values |= _memory()
-    if config.evals.eval_every and step % config.evals.eval_every == 0:
+    due = config.evals.eval_every and step % config.evals.eval_every == 0
+    if due or step >= config.run.steps:
         with clock.measure("perf/eval_s"):
             values |= held_out(run)
+            if finished(run):
+                values |= held_out_samples(run)
         values["perf/eval_s"] = clock.values["perf/eval_s"]
     run.log.log(step, values)
     run.log.samples(step, _samples(run, groups))
@@ -295,33 +298,46 @@ def _samples(run: Run, groups: list[ScoredGroup]) -> list[dict[str, Any]]:
     ]
 
 
-def held_out(run: Run, sampled: bool = False) -> dict[str, float]:
-    """Evaluates on held-out prompts: greedy, and by samples where `eval_k` asks for it.
+def held_out(run: Run) -> dict[str, float]:
+    """Greedy accuracy on the held-out prompts, which also decides when the run may end.
 
     Every evaluation draws with the same keys, so that two of them compare weights, not luck.
     """
     if not run.held_out:
         return {}
-    settings, progress = run.config.evals, run.progress
+    progress = run.progress
     greedy = dataclasses.replace(run.sampling, temperature=0.0)
-    ask: dict[str, Any] = {"seed": run.config.run.seed + 1, "task": _task_name(run.config)}
-    values = evaluate(run.engine, run.held_out, run.scorer, run.tokenizer, greedy, 1, **ask)
-    accuracy = values[f"eval/{ask['task']}/greedy"]
-    progress.eval_last, progress.eval_step = accuracy, progress.step
+    values = _evaluate(run, greedy, 1)
+    accuracy = values[f"eval/{_task_name(run.config)}/greedy"]
+    progress.eval_last = accuracy
     progress.best = max(accuracy, progress.best or 0.0)
-    reached = 0 < settings.stop_at <= accuracy
+    reached = 0 < run.config.evals.stop_at <= accuracy
     progress.passed = progress.passed + 1 if reached else 0
-    if sampled and settings.eval_k:
-        drawn = SamplingParams(
-            max_tokens=run.sampling.max_tokens,
-            temperature=settings.eval_temperature,
-            top_p=settings.eval_top_p,
-            stop_token_ids=run.sampling.stop_token_ids,
-        )
-        values |= evaluate(
-            run.engine, run.held_out, run.scorer, run.tokenizer, drawn, settings.eval_k, **ask
-        )
     return values
+
+
+def held_out_samples(run: Run) -> dict[str, float]:
+    """avg@k and pass@k on the held-out prompts, where `eval_k` asks for them."""
+    settings = run.config.evals
+    if not run.held_out or not settings.eval_k:
+        return {}
+    drawn = dataclasses.replace(
+        run.sampling, temperature=settings.eval_temperature, top_p=settings.eval_top_p
+    )
+    return _evaluate(run, drawn, settings.eval_k)
+
+
+def _evaluate(run: Run, sampling: SamplingParams, k: int) -> dict[str, float]:
+    return evaluate(
+        run.engine,
+        run.held_out,
+        run.scorer,
+        run.tokenizer,
+        sampling,
+        k,
+        seed=run.config.run.seed + 1,
+        task=_task_name(run.config),
+    )
 
 
 def _task_name(config: Config) -> str:
@@ -330,29 +346,18 @@ def _task_name(config: Config) -> str:
 
 
 def finish(run: Run, display: LiveDisplay) -> dict[str, Any]:
-    """Evaluates and saves what is not yet, draws the curves, and says where everything lies."""
-    progress = run.progress
-    place = run.directory / "result.json"
-    if not (
-        run.restored and place.exists() and json.loads(place.read_text())["steps"] == progress.step
-    ):
-        passed = progress.passed
-        if progress.eval_step != progress.step or run.config.evals.eval_k:
-            run.log.log(progress.step, held_out(run, sampled=True))
-        progress.passed = passed  # an evaluation for the record does not count towards stopping
-        if progress.step not in run.checkpoints.steps:
-            run.save()
-        result = {
-            "eval_before": progress.eval_before,
-            "eval_after": progress.eval_last,
-            "steps": progress.step,
-            "seconds": round(run.seconds, 1),
-            "run_dir": str(run.directory),
-        }
-        plot_curves(run.directory)
-        place.write_text(json.dumps(result) + "\n")
+    """Draws the curves, writes the result, and says where everything lies."""
+    plot_curves(run.directory)
+    result = {
+        "eval_before": run.progress.eval_before,
+        "eval_after": run.progress.eval_last,
+        "steps": run.progress.step,
+        "seconds": round(run.progress.seconds, 1),
+        "run_dir": str(run.directory),
+    }
+    (run.directory / "result.json").write_text(json.dumps(result) + "\n")
     display.message(
         f"{run.directory} holds metrics.jsonl, samples.jsonl, TensorBoard events, curves.png and "
         "checkpoints/"
     )
-    return json.loads(place.read_text())
+    return result

@@ -63,7 +63,6 @@ class Progress:
       seconds: Time spent so far, over all restarts.
       eval_before: Greedy held-out accuracy before the first step; None: not evaluated.
       eval_last: The newest greedy held-out accuracy.
-      eval_step: The step of it.
       best: The best greedy held-out accuracy.
       passed: Evaluations in a row at or above `stop_at`.
       collect: What dynamic sampling remembers.
@@ -74,7 +73,6 @@ class Progress:
     seconds: float = 0.0
     eval_before: float | None = None
     eval_last: float | None = None
-    eval_step: int = -1
     best: float | None = None
     passed: int = 0
     collect: CollectState = dataclasses.field(default_factory=CollectState)
@@ -122,16 +120,12 @@ class Run:
     restored: bool
     started: float
 
-    @property
-    def seconds(self) -> float:
-        """Time spent so far, over all restarts."""
-        return self.progress.seconds + time.perf_counter() - self.started
-
     def save(self) -> None:
         """Writes a checkpoint of this moment."""
+        now = time.perf_counter()
+        self.progress.seconds, self.started = self.progress.seconds + now - self.started, now
         self.progress.data = self.prompts.get_state()
-        saved = dataclasses.replace(self.progress, seconds=self.seconds)
-        self.checkpoints.save(self.progress.step, self.state, saved.to_json())
+        self.checkpoints.save(self.progress.step, self.state, self.progress.to_json())
 
 
 @contextlib.contextmanager
@@ -151,6 +145,8 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
     started = time.perf_counter() if started is None else started
     directory = Path(config.run.run_dir or f"runs/{preset}-seed{config.run.seed}")
     _claim(directory, config, preset)
+    # Programs with collectives in flight at once can wait for each other for ever on CPU devices.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     mesh = meshes.from_flags(config.model.mesh)
     policy = _Policy.open(config, mesh)
     settings, data = config.rollout, config.data
@@ -301,12 +297,12 @@ def _may_share(config: Config, shards: int) -> bool:
 def freeze_reference(run: Run) -> None:
     """Keeps the policy as it stands as the frozen reference, where the objective asks for one.
 
-    It is written to the run directory once and read back on resume.
+    It is written to the run directory before the first step and read back on resume.
     """
     if "ref" not in run.objective.needs:
         return
     place = run.directory / "reference"
-    if not run.restored and run.progress.step == 0 and not place.exists():
+    if not run.restored:
         save_reference(place, run.state.params)
     target = models.abstract(run.model, mesh=run.mesh)
     run.reference = load_reference(place, target)

@@ -83,12 +83,20 @@ def test_a_reward_function_that_raises_costs_samples_not_the_run(base, tmp_path)
     assert "picky" in err  # a line says which function lost how many samples
 
 
-def test_another_configuration_in_the_same_directory_is_refused(base, tmp_path):
+def test_a_run_goes_on_with_its_reference_and_refuses_another_configuration(base, tmp_path):
     flags = [
-        f"--data={base}/data.jsonl", "--sft_target=0", "--steps=1", "--objective=grpo", "--beta=0"
+        f"--data={base}/data.jsonl", "--sft_target=0", "--objective=grpo", "--lr_schedule=constant",
+        "--warmup_steps=1",
     ]  # fmt: skip
-    first = command(tmp_path / "run", *flags)
+    cache = tmp_path / "cache"
+    first = command(tmp_path / "run", *flags, "--steps=1", cache=cache)
     assert first.wait(300) == 0, first.communicate()[1]
+    longer = command(tmp_path / "run", *flags, "--steps=2", cache=cache)
+    _, err = longer.communicate(timeout=300)
+    assert longer.returncode == 0, err
+    rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows] == [0, 1, 2]
+    assert rows[1]["policy/kl_ref"] < rows[2]["policy/kl_ref"]  # still against the start policy
     other = command(tmp_path / "run", *flags, "--temperature=0.5")
     _, err = other.communicate(timeout=120)
     assert other.returncode == 1
