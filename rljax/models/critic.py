@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from rljax import mesh as meshes
 from rljax.models.config import ModelConfig
-from rljax.models.forward import full_attention, hidden_states, places, preceding
+from rljax.models.forward import states_before
 from rljax.models.parameters import Params, abstract, shardings
 
 
@@ -71,16 +71,8 @@ def token_values(
       float32 [B, T]; entry t is the value of the state in which the token at t was chosen, 0 for
       the first of a sequence.
     """
-    positions, segments = places(tokens, positions, segments)
-    hidden, _, _ = hidden_states(
-        critic["model"],
-        config,
-        tokens,
-        positions,
-        full_attention(segments, prefix),
-        counted=segments > 0,
-        routing=routing,
+    before, follows, _ = states_before(
+        critic["model"], config, tokens, positions, segments, prefix=prefix, routing=routing
     )
-    before, follows = preceding(hidden, segments, prefix)
     values = jnp.einsum("btd,d->bt", before.astype(jnp.float32), critic["value"])
     return jnp.where(follows, values, 0.0)

@@ -402,17 +402,9 @@ def score_tokens(
         raise ValueError(
             f"temperature={temperature} must be above 0: greedy decoding has no log-probabilities"
         )
-    positions, segments = places(tokens, positions, segments)
-    hidden, _, router = hidden_states(
-        params,
-        config,
-        tokens,
-        positions,
-        full_attention(segments, prefix),
-        counted=segments > 0,
-        routing=routing,
+    before, follows, router = states_before(
+        params, config, tokens, positions, segments, prefix=prefix, routing=routing
     )
-    before, follows = preceding(hidden, segments, prefix)
     keep = follows if wanted is None else follows & wanted
     rows = jnp.arange(tokens.shape[0])[:, None]
     if most_wanted is not None and most_wanted < tokens.shape[1]:
@@ -428,6 +420,34 @@ def score_tokens(
     else:
         logp, entropy = _score(params, config, before, tokens, temperature, chunk)
     return jnp.where(keep, logp, 0.0), jnp.where(keep, entropy, 0.0), router
+
+
+def states_before(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"] | None = None,
+    segments: Int[Array, "B T"] | None = None,
+    *,
+    prefix: Int[Array, "B T"] | None = None,
+    routing: Int[Array, "B T layers k"] | None = None,
+) -> tuple[Float[Array, "B T D"], Bool[Array, "B T"], RouterOutputs | None]:
+    """Final hidden states in which each token was chosen: what policy and critic both read.
+
+    Arguments as in `score_tokens`. Returns the states, whether each token has one, and the
+    routers' outputs (None for a dense model).
+    """
+    positions, segments = places(tokens, positions, segments)
+    hidden, _, router = hidden_states(
+        params,
+        config,
+        tokens,
+        positions,
+        full_attention(segments, prefix),
+        counted=segments > 0,
+        routing=routing,
+    )
+    return *preceding(hidden, segments, prefix), router
 
 
 def preceding(
