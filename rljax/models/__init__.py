@@ -8,6 +8,7 @@ from rljax.models.config import (
     ModelConfig,
     RopeScaling,
     Stack,
+    Yarn,
     decoder,
 )
 from rljax.models.critic import abstract_critic, init_critic, token_values
@@ -39,6 +40,7 @@ __all__ = [
     "RopeScaling",
     "RouterOutputs",
     "Stack",
+    "Yarn",
     "abstract",
     "abstract_critic",
     "check",

@@ -17,6 +17,27 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class Yarn:
+    """YaRN stretching of rotary embeddings (Peng et al., 2023, arXiv:2309.00071).
+
+    Attributes:
+      factor: By how much the context is longer than the original one.
+      original_max_position: The context of pre-training.
+      beta_fast: Rotations over that context above which a frequency is left alone.
+      beta_slow: Rotations below which it is divided by `factor`; between, a linear ramp.
+      magnitude: Multiplies cosines and sines (the square root of the attention temperature).
+      truncate: Whether the ramp's ends are rounded outwards to whole frequencies.
+    """
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    magnitude: float = 1.0
+    truncate: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
 class Attention:
     """Grouped-query attention with rotary embeddings.
 
@@ -28,6 +49,7 @@ class Attention:
       qk_norm: Whether queries and keys pass an RMSNorm per head (Qwen3).
       rope_theta: Base of the rotary frequencies.
       rope_scaling: How the frequencies are stretched; None: not.
+      window: How many positions back a query sees, its own included; None: all.
     """
 
     num_heads: int
@@ -36,7 +58,8 @@ class Attention:
     bias: bool = False
     qk_norm: bool = False
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | Yarn | None = None
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -361,7 +361,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "rope_theta": attention.rope_theta,
         "rope_scaling": None
-        if scaling is None
+        if not isinstance(scaling, RopeScaling)
         else {
             "rope_type": "llama3",
             "factor": scaling.factor,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,41 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rljax.mesh import constrain_rows
 from rljax.models import experts as moe
-from rljax.models.config import Attention, Dense, Experts, ModelConfig, RopeScaling
+from rljax.models.config import Attention, Dense, Experts, ModelConfig, RopeScaling, Yarn
 from rljax.models.experts import RouterOutputs
 from rljax.models.parameters import Params
 
-Attend = Callable[[Array, Array, Array, Array, Any], tuple[Array, Any]]
-"""(q [B, T, H, d], k and v [B, T, K, d], layer index, cache) -> (out [B, T, H, d], cache)."""
+
+class Attend(Protocol):
+    """Attention of new queries over whatever keys and values the caller keeps."""
+
+    def __call__(
+        self,
+        q: Float[Array, "B T H d"],
+        k: Float[Array, "B T K d"],
+        v: Float[Array, "B T K dv"],
+        layer: Int[Array, ""],
+        cache: Any,
+        /,
+        *,
+        scale: float,
+        window: int | None = None,
+        sinks: Float[Array, " H"] | None = None,
+    ) -> tuple[Float[Array, "B T H dv"], Any]:
+        """Attends, with the new keys and values taken in; gives the output and the new cache.
+
+        Args:
+          q: Queries, rotated.
+          k: Keys of the same tokens, rotated.
+          v: Their values.
+          layer: The layer's index, for the cache.
+          cache: What the caller keeps between calls; None where it keeps nothing.
+          scale: Multiplies the scores.
+          window: How many positions back a query sees, its own included; None: all.
+          sinks: A logit for each head that takes part in the softmax and has no value.
+        """
+        ...
+
 
 _MASKED = -1e30
 _UNROLLED = 4  # so few layers compile and run faster one by one than as a loop
@@ -29,14 +58,16 @@ def rms_norm(x: Array, scale: Array, eps: float) -> Array:
     return (y * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-def rope_frequencies(config: Attention) -> Float[Array, " half"]:
-    """Inverse frequencies of the rotary embedding, scaled where the configuration says so."""
-    exponent = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-    inverse = 1.0 / config.rope_theta**exponent
-    scaling = config.rope_scaling
-    if scaling is None:
-        return inverse
-    return _llama3(inverse, scaling)
+def rope_frequencies(
+    dim: int, theta: float, scaling: RopeScaling | Yarn | None = None
+) -> Float[Array, " half"]:
+    """Inverse frequencies of the rotary embedding of `dim` numbers, stretched as `scaling` says."""
+    inverse = 1.0 / theta ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+    if isinstance(scaling, RopeScaling):
+        return _llama3(inverse, scaling)
+    if isinstance(scaling, Yarn):
+        return _yarn(inverse, dim, theta, scaling)
+    return inverse
 
 
 def _llama3(inverse: Array, s: RopeScaling) -> Array:
@@ -47,40 +78,70 @@ def _llama3(inverse: Array, s: RopeScaling) -> Array:
     return (1 - smooth) * inverse / s.factor + smooth * inverse
 
 
-def rotate(x: Array, positions: Array, inverse: Array) -> Array:
+def _yarn(inverse: Array, dim: int, theta: float, s: Yarn) -> Array:
+    def index(rotations: float) -> float:
+        """Which frequency turns so often over the original context."""
+        wavelength = s.original_max_position / rotations
+        return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = index(s.beta_fast), index(s.beta_slow)
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (jnp.arange(dim // 2, dtype=jnp.float32) - low) / max(high - low, 0.001)
+    slow = jnp.clip(ramp, 0.0, 1.0)
+    return slow * inverse / s.factor + (1 - slow) * inverse
+
+
+def rotate(x: Array, positions: Array, inverse: Array, magnitude: float = 1.0) -> Array:
     """Applies rotary embeddings (Su et al., 2021) to [B, T, heads, d], halves apart."""
     angle = positions[..., None, None].astype(jnp.float32) * inverse
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def attend_masked(q: Array, k: Array, v: Array, allowed: Array) -> Array:
+def attend_masked(
+    q: Array, k: Array, v: Array, allowed: Array, scale: float, sinks: Array | None = None
+) -> Array:
     """Grouped-query attention with the softmax in float32.
 
     Args:
       q: [B, T, H, d].
       k: [B, S, K, d].
-      v: [B, S, K, d].
+      v: [B, S, K, dv].
       allowed: bool [B, T, S], which keys each query may see; a query with none gets a mean of
         all values, which nobody may use.
+      scale: Multiplies the scores.
+      sinks: [H], logits that take part in the softmax and have no value; None: there are none.
 
     Returns:
-      [B, T, H, d] in q's dtype.
+      [B, T, H, dv] in q's dtype.
     """
     b, t, h, d = q.shape
     kv = k.shape[2]
     grouped = q.reshape(b, t, kv, h // kv, d)
     scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(allowed[:, None, None], scores * (d**-0.5), _MASKED)
-    probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgts,bskd->btkgd", probs, v).reshape(b, t, h, d)
+    scores = jnp.where(allowed[:, None, None], scores * scale, _MASKED)
+    if sinks is None:
+        probs = jax.nn.softmax(scores, axis=-1)
+    else:
+        sink = sinks.astype(jnp.float32).reshape(kv, h // kv, 1, 1)
+        sink = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
+        probs = jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1]
+    out = jnp.einsum("bkgts,bskd->btkgd", probs.astype(v.dtype), v)
+    return out.reshape(b, t, h, v.shape[-1])
 
 
-def full_attention(segments: Int[Array, "B T"], prefix: Int[Array, "B T"] | None = None) -> Attend:
+def full_attention(
+    positions: Int[Array, "B T"],
+    segments: Int[Array, "B T"],
+    prefix: Int[Array, "B T"] | None = None,
+) -> Attend:
     """Causal attention within each segment of a row, and over its prefix; there is no cache.
 
     Args:
+      positions: Places in the sequence, from which windows are measured.
       segments: Sequences of a row by number.
       prefix: The segment that a position sees besides its own (a prompt shared by several
         responses); 0 for none.
@@ -89,9 +150,22 @@ def full_attention(segments: Int[Array, "B T"], prefix: Int[Array, "B T"] | None
     seen = segments[:, :, None] == segments[:, None, :]
     if prefix is not None:
         seen = seen | ((prefix[:, :, None] == segments[:, None, :]) & (prefix > 0)[:, :, None])
-    allowed = seen & (row[:, None] >= row[None, :])
+    causal = seen & (row[:, None] >= row[None, :])
 
-    def attend(q: Array, k: Array, v: Array, layer: Array, cache: Any) -> tuple[Array, Any]:
+    def attend(
+        q: Array,
+        k: Array,
+        v: Array,
+        layer: Array,
+        cache: Any,
+        *,
+        scale: float,
+        window: int | None = None,
+        sinks: Array | None = None,
+    ) -> tuple[Array, Any]:
+        allowed = causal
+        if window is not None:
+            allowed = causal & (positions[:, :, None] - positions[:, None, :] < window)
         # 0 · NaN is NaN: what is masked must be finite, or it leaks into its neighbours' values
         # and gradients. What is not is kept apart, and put back into its own sequence.
         fine_q, fine_k = jnp.isfinite(q), jnp.isfinite(k)
@@ -99,7 +173,7 @@ def full_attention(segments: Int[Array, "B T"], prefix: Int[Array, "B T"] | None
         broken_key = ~(fine_k.all((2, 3)) & fine_v.all((2, 3)))
         broken = ~fine_q.all((2, 3)) | (allowed & broken_key[:, None]).any(-1)
         q, k, v = (jnp.where(f, x, 0) for f, x in ((fine_q, q), (fine_k, k), (fine_v, v)))
-        out = attend_masked(q, k, v, allowed)
+        out = attend_masked(q, k, v, allowed, scale, sinks)
         return jnp.where(broken[..., None, None], jnp.nan, out), cache
 
     return attend
@@ -123,9 +197,10 @@ def _attention(
     if c.qk_norm:
         q = rms_norm(q, p["q_norm"], config.norm_eps)
         k = rms_norm(k, p["k_norm"], config.norm_eps)
-    inverse = rope_frequencies(c)
-    q, k = rotate(q, positions, inverse), rotate(k, positions, inverse)
-    out, cache = attend(q, k, v, layer, cache)
+    inverse = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
+    magnitude = c.rope_scaling.magnitude if isinstance(c.rope_scaling, Yarn) else 1.0
+    q, k = (rotate(x, positions, inverse, magnitude) for x in (q, k))
+    out, cache = attend(q, k, v, layer, cache, scale=c.head_dim**-0.5, window=c.window)
     return jnp.einsum("bthd,hdw->btw", out, p["o"].astype(x.dtype)), cache
 
 
@@ -315,7 +390,9 @@ def logits(
       float32 logits of the token after each position.
     """
     positions, segments = places(tokens, positions, segments)
-    hidden, _, _ = hidden_states(params, config, tokens, positions, full_attention(segments))
+    hidden, _, _ = hidden_states(
+        params, config, tokens, positions, full_attention(positions, segments)
+    )
     return output_logits(params, config, hidden)
 
 
@@ -443,7 +520,7 @@ def states_before(
         config,
         tokens,
         positions,
-        full_attention(segments, prefix),
+        full_attention(positions, segments, prefix),
         counted=segments > 0,
         routing=routing,
     )

@@ -104,7 +104,17 @@ def paged_attention(
       live: Which of them exist; others are neither written nor read by anyone.
     """
 
-    def attend(q: Array, k: Array, v: Array, layer: Array, pool: Any) -> tuple[Array, Any]:
+    def attend(
+        q: Array,
+        k: Array,
+        v: Array,
+        layer: Array,
+        pool: Any,
+        *,
+        scale: float,
+        window: int | None = None,
+        sinks: Array | None = None,
+    ) -> tuple[Array, Any]:
         num_pages, page_size = pool["k"].shape[1:3]
         page = jnp.take_along_axis(table, positions // page_size, axis=1, mode="clip")
         page = jnp.where(live, page, num_pages)  # out of bounds: dropped
@@ -120,11 +130,13 @@ def paged_attention(
         )
         place = jnp.arange(pages * page_size)
         allowed = place[None, None, :] <= positions[:, :, None]
+        if window is not None:
+            allowed &= positions[:, :, None] - place[None, None, :] < window
         # Old pages may hold anything: 0 · NaN is NaN, so what no query sees must be 0.
         last = jnp.max(jnp.where(live, positions, -1), axis=1)
         seen = (place[None, :] <= last[:, None])[:, :, None, None]
         keys, values = jnp.where(seen, keys, 0), jnp.where(seen, values, 0)
-        return attend_masked(q, keys, values, allowed), pool
+        return attend_masked(q, keys, values, allowed, scale, sinks), pool
 
     return attend
 

@@ -224,12 +224,12 @@ def test_attention_keeps_what_is_not_finite_where_it_is():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 6, h, 4)), jnp.float32) for h in (4, 2, 2))
     segments = jnp.asarray([[1, 1, 2, 2, 2, 0]])
-    attend = forward.full_attention(segments)
+    attend = forward.full_attention(jnp.arange(6)[None], segments)
 
     @jax.jit
     def step(q, k, v):
         def f(q, k, v):
-            out = attend(q, k, v, jnp.int32(0), None)[0]
+            out = attend(q, k, v, jnp.int32(0), None, scale=0.5)[0]
             # A cotangent that is not finite, as of the loss of a broken sequence.
             return jnp.sum(out[:, :2] ** 2) + jnp.sum(out[:, 2:]), out
 
