@@ -295,8 +295,13 @@ def test_weights_that_are_no_floats_are_refused(folder):
         ),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear' is not supp"),
         (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
-            "rope_type='yarn' is not supported, only 'default' and 'llama3' are",
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}},
+            "rope_type='longrope' is not supported, only 'default', 'llama3' and 'yarn' are",
+        ),
+        ({"rope_scaling": {"type": "yarn", "beta_fast": 16}}, "rope_type='yarn' needs 'factor'"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_mid": 2}},
+            "field beta_mid=2 is not supported",
         ),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
