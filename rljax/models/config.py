@@ -55,7 +55,11 @@ class Attention:
       num_kv_heads: Key and value heads K; H is a multiple of K.
       head_dim: Size of a head.
       bias: Whether the q, k, v projections have biases (Qwen2).
-      qk_norm: Whether queries and keys pass an RMSNorm per head (Qwen3).
+      output_bias: Whether the output projection has one (gpt-oss).
+      qk_norm: The RMSNorm that queries and keys pass before rotation: one for each head (`head`,
+        Qwen3), or one over all heads together (`full`, OLMoE).
+      sinks: Whether each head has a learned logit that takes part in the softmax and has no
+        value (gpt-oss).
       rope_theta: Base of the rotary frequencies.
       rope_scaling: How the frequencies are stretched; None: not.
       window: How many positions back a query sees, its own included; None: all.
@@ -65,7 +69,9 @@ class Attention:
     num_kv_heads: int
     head_dim: int
     bias: bool = False
-    qk_norm: bool = False
+    output_bias: bool = False
+    qk_norm: Literal["head", "full"] | None = None
+    sinks: bool = False
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | Yarn | None = None
     window: int | None = None
@@ -78,6 +84,8 @@ class Attention:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings need pairs")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window={self.window} must be at least 1; None is full attention")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,14 +104,27 @@ class Experts:
       top_k: Experts chosen for each token.
       intermediate_size: Inner size of one expert.
       norm_topk_prob: Whether the chosen probabilities are divided by their sum.
+      router_bias: Whether the router's logits have a learned bias (gpt-oss).
+      bias: Whether the matrices inside the experts have biases (gpt-oss).
+      activation: What stands between them: SwiGLU (`silu`), or the one of gpt-oss, which clamps
+        both its inputs (`clamped`).
+      shared_size: Inner size of a SwiGLU expert that every token passes; 0: there is none.
+      shared_gated: Whether each token weighs the shared expert by a sigmoid (Qwen2-MoE).
     """
 
     num_experts: int
     top_k: int
     intermediate_size: int
     norm_topk_prob: bool = True
+    router_bias: bool = False
+    bias: bool = False
+    activation: Literal["silu", "clamped"] = "silu"
+    shared_size: int = 0
+    shared_gated: bool = False
 
     def __post_init__(self) -> None:
+        if self.shared_gated and not self.shared_size:
+            raise ValueError("shared_gated=True needs a shared expert; give its shared_size")
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(
                 f"top_k={self.top_k} must lie between 1 and num_experts={self.num_experts}"
@@ -206,7 +227,7 @@ def decoder(
     top_k: int = 2,
     norm_topk_prob: bool = True,
     bias: bool = False,
-    qk_norm: bool = True,
+    qk_norm: Literal["head", "full"] | None = "head",
     rope_theta: float = 10_000.0,
     rope_scaling: RopeScaling | Yarn | None = None,
     norm_eps: float = 1e-6,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import jax
@@ -34,11 +35,18 @@ class RouterOutputs:
     tokens: Float[Array, ""]
 
 
+CLAMP = 7.0
+"""Where gpt-oss clamps its experts' gates (from above) and what they gate (on both sides)."""
+GAIN = 1.702
+"""The factor inside the sigmoid of gpt-oss's experts."""
+
+
 def route(
     router: Float[Array, "D E"],
     x: Float[Array, "N D"],
     config: Experts,
     replay: Int[Array, "N k"] | None = None,
+    bias: Float[Array, " E"] | None = None,
 ) -> tuple[Float[Array, "N E"], Int[Array, "N k"], Int[Array, "N k"], Float[Array, "N k"]]:
     """Softmax over all experts in float32, then the top k.
 
@@ -48,6 +56,7 @@ def route(
       config: The mixture.
       replay: Experts to use instead of the router's own choice, -1 where unset. Their weights
         are the live probabilities gathered at these indices, so that the router learns.
+      bias: Added to the router's logits.
 
     Returns:
       Probabilities, the router's own choice, the experts used, and the weights of those.
@@ -56,6 +65,8 @@ def route(
     logits = jnp.matmul(
         x.astype(jnp.float32), router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     )
+    if bias is not None:
+        logits = logits + bias.astype(jnp.float32)
     probs = jax.nn.softmax(logits, axis=-1)
     _, own = jax.lax.top_k(probs, config.top_k)
     used = own if replay is None else jnp.where(replay >= 0, replay, own)
@@ -73,33 +84,44 @@ def experts(
     chosen: Int[Array, "N k"],
     weights: Float[Array, "N k"],
     dispatch: Dispatch | None = None,
+    activation: Literal["silu", "clamped"] = "silu",
 ) -> Float[Array, "N D"]:
-    """Σ over the chosen experts of weight · SwiGLU expert; no token is dropped.
+    """Σ over the chosen experts of weight · expert; no token is dropped.
 
     Args:
-      params: `gate`, `up` [E, D, F] and `down` [E, F, D].
+      params: `gate`, `up` [E, D, F] and `down` [E, F, D]; with biases also `gate_bias`, `up_bias`
+        [E, F] and `down_bias` [E, D].
       x: Hidden states, in the compute dtype.
       chosen: Experts of each token.
       weights: Their weights, float32.
       dispatch: `all` sends every token through every expert, for few tokens or few experts: its
         row bits do not depend on the other rows. `sorted` sorts tokens by expert for
         `grouped_matmul`. None: the cheaper by count of rows.
+      activation: As in `Experts`.
     """
     n, k = chosen.shape
     e = params["gate"].shape[0]
     block = gmm.block_size(n * k, e) if gmm.default_backend() == "blocks" else 1
     if dispatch is None:
         dispatch = "all" if n * e <= 2 * (n * k + e * block) else "sorted"
-    gate, up, down = (params[m].astype(x.dtype) for m in ("gate", "up", "down"))
+    biased = "down_bias" in params
+
+    def cast(name: str) -> Array:
+        return params[name].astype(x.dtype)
+
     if dispatch == "all":
         # As three plain matmuls over [D, E·F]: batched ones are several times slower on CPU.
-        def wide(m: Array) -> Array:
-            return m.transpose(1, 0, 2).reshape(m.shape[1], -1)
+        def wide(name: str) -> Array:
+            m = cast(name)
+            y = x @ m.transpose(1, 0, 2).reshape(m.shape[1], -1)
+            return y + cast(f"{name}_bias").reshape(-1) if biased else y
 
         share = jnp.zeros((n, e), jnp.float32).at[jnp.arange(n)[:, None], chosen].add(weights)
-        hidden = jax.nn.silu(x @ wide(gate)) * (x @ wide(up))
+        hidden = _activate(wide("gate"), wide("up"), activation)
         weighed = hidden.reshape(n, e, -1).astype(jnp.float32) * share[:, :, None]
-        return weighed.reshape(n, -1).astype(x.dtype) @ down.reshape(-1, down.shape[2])
+        down = cast("down")
+        out = weighed.reshape(n, -1).astype(x.dtype) @ down.reshape(-1, down.shape[2])
+        return out + share.astype(x.dtype) @ cast("down_bias") if biased else out
 
     flat = chosen.reshape(-1)
     order = jnp.argsort(flat, stable=True)
@@ -113,12 +135,26 @@ def experts(
     place = jnp.zeros((n * k,), jnp.int32).at[order].set(target)
     spread = _gather_rows(x, source // k, place.reshape(n, k), n)
 
-    def matmul(a: Array, w: Array) -> Array:
-        return gmm.grouped_matmul(a, w, sizes, aligned=block if block > 1 else None)
+    grouped = functools.partial(
+        gmm.grouped_matmul, group_sizes=sizes, aligned=block if block > 1 else None
+    )
+    taken = (source < n * k)[:, None].astype(x.dtype)
 
-    out = matmul(jax.nn.silu(matmul(spread, gate)) * matmul(spread, up), down)
+    def matmul(a: Array, name: str) -> Array:
+        y = grouped(a, cast(name))
+        # A bias is the row of a matrix with one input, which is 0 in rows that pad a group.
+        return y + grouped(taken, cast(f"{name}_bias")[:, None]) if biased else y
+
+    out = matmul(_activate(matmul(spread, "gate"), matmul(spread, "up"), activation), "down")
     picked = _pick_rows(out, place, source).reshape(n, k, -1)
     return jnp.einsum("nkd,nk->nd", picked.astype(jnp.float32), weights).astype(x.dtype)
+
+
+def _activate(gate: Array, up: Array, activation: Literal["silu", "clamped"]) -> Array:
+    if activation == "silu":
+        return jax.nn.silu(gate) * up
+    gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
+    return gate * jax.nn.sigmoid(GAIN * gate) * (up + 1)
 
 
 # Gathers whose transposes are gathers too: XLA's scatter-add is slow on CPU and unordered on GPU.

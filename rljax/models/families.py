@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rljax.models.config import (
     Attention,
@@ -21,8 +21,10 @@ from rljax.models.config import (
     Yarn,
     yarn_magnitude,
 )
+from rljax.models.experts import CLAMP, GAIN
 from rljax.models.weights import (
     Table,
+    all_experts,
     from_heads,
     heads_vector,
     linear,
@@ -103,7 +105,6 @@ _FIXED: Mapping[str, Any] = {
     "is_decoder": False,
     "is_encoder_decoder": False,
     "mlp_bias": False,
-    "attention_bias": False,
     "partial_rotary_factor": 1.0,
     "pruned_heads": {},
     "rope_interleaved": False,
@@ -122,6 +123,10 @@ class Fields:
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
+
+    def assume(self, **values: Any) -> None:
+        """Says what is meant by fields that are absent or null."""
+        self._values = values | self._values
 
     def get(self, name: str, default: Any) -> Any:
         """A field, or its default where it is absent or null."""
@@ -280,21 +285,39 @@ def _read_yarn(rope: Fields, original: int) -> Yarn:
     )
 
 
-def _no_window(f: Fields, num_layers: int, from_layer: int) -> None:
-    """Refuses sliding windows that any layer would use."""
-    window = f.get("sliding_window", None)
-    if f.get("use_sliding_window", False) and window is not None and from_layer < num_layers:
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def _windows(f: Fields, window: int | None, slides: Callable[[int], bool]) -> list[int | None]:
+    """Each layer's window, by `layer_types`, or where that is absent by `slides`."""
+    count = f.size("num_hidden_layers")
+    kinds = f.get(
+        "layer_types", [_SLIDING if window and slides(i) else _FULL for i in range(count)]
+    )
+    if len(kinds) != count:
         raise ValueError(
-            f"{f.where}: use_sliding_window=True (sliding_window={window}) is not supported; "
-            "only full attention is"
+            f"{f.where}: layer_types says {len(kinds)} layers, num_hidden_layers={count}; give one "
+            "type for each layer"
         )
-    kinds = f.get("layer_types", ["full_attention"] * num_layers)
     for kind in kinds:
-        if kind != "full_attention":
+        if kind not in (_FULL, _SLIDING):
             raise ValueError(
-                f"{f.where}: layer_types holds {kind!r}, which is not supported; only "
-                "'full_attention' is"
+                f"{f.where}: layer_types holds {kind!r}, which is not supported; only {_FULL!r} "
+                f"and {_SLIDING!r} are"
             )
+        if kind == _SLIDING and window is None:
+            raise ValueError(
+                f"{f.where}: layer_types holds {kind!r}, but no sliding window is set; give "
+                "sliding_window, and use_sliding_window where the family has it"
+            )
+    return [window if kind == _SLIDING else None for kind in kinds]
+
+
+def _qwen_window(f: Fields) -> int | None:
+    """The window of the layers that slide, in the families that can switch it off."""
+    window = f.size("sliding_window") if f.get("use_sliding_window", False) else None
+    f.get("sliding_window", None)  # what it says is not meant
+    return window
 
 
 def _model(
@@ -302,12 +325,18 @@ def _model(
     family: str,
     *,
     bias: bool = False,
-    qk_norm: bool = False,
+    output_bias: bool = False,
+    qk_norm: Literal["head", "full"] | None = None,
+    sinks: bool = False,
     head_dim: int | None = None,
     num_kv_heads: int | None = None,
+    windows: Sequence[int | None] | None = None,
     feed_forward: Callable[[int], Dense | Experts],
 ) -> ModelConfig:
-    """What the families share. `feed_forward` says what a layer's is."""
+    """What the families share.
+
+    `windows` holds each layer's, by default none; `feed_forward` says what a layer's is.
+    """
     f.must("model_type", family)
     width, heads = f.size("hidden_size"), f.size("num_attention_heads")
     theta, scaling = _rope(f)
@@ -316,11 +345,16 @@ def _model(
         num_kv_heads=f.size("num_key_value_heads", num_kv_heads or heads),
         head_dim=f.size("head_dim", head_dim or width // heads),
         bias=bias,
+        output_bias=output_bias,
         qk_norm=qk_norm,
+        sinks=sinks,
         rope_theta=theta,
         rope_scaling=scaling,
     )
-    layers = [Block(attention, feed_forward(i)) for i in range(f.size("num_hidden_layers"))]
+    layers = [
+        Block(dataclasses.replace(attention, window=window), feed_forward(i))
+        for i, window in enumerate(windows or [None] * f.size("num_hidden_layers"))
+    ]
     config = ModelConfig(
         vocab_size=f.size("vocab_size"),
         hidden_size=width,
@@ -332,6 +366,7 @@ def _model(
     )
     for name, value in _FIXED.items():
         f.must(name, value)
+    f.must("attention_bias", output_bias)
     f.close()
     return config
 
@@ -341,27 +376,147 @@ def _read_llama(f: Fields) -> ModelConfig:
 
 
 def _read_qwen2(f: Fields) -> ModelConfig:
-    _no_window(f, f.size("num_hidden_layers"), f.get("max_window_layers", 28))
-    return _model(f, "qwen2", bias=True, feed_forward=_dense(f))
+    return _model(
+        f,
+        "qwen2",
+        bias=True,
+        windows=_windows(f, _qwen_window(f), _late(f)),
+        feed_forward=_dense(f),
+    )
 
 
 def _read_qwen3(f: Fields) -> ModelConfig:
-    _no_window(f, f.size("num_hidden_layers"), f.get("max_window_layers", 28))
-    return _model(f, "qwen3", qk_norm=True, head_dim=128, feed_forward=_dense(f))
+    return _model(
+        f,
+        "qwen3",
+        qk_norm="head",
+        head_dim=128,
+        windows=_windows(f, _qwen_window(f), _late(f)),
+        feed_forward=_dense(f),
+    )
+
+
+def _late(f: Fields) -> Callable[[int], bool]:
+    first = f.get("max_window_layers", 28)
+    return lambda layer: layer >= first
 
 
 def _read_qwen3_moe(f: Fields) -> ModelConfig:
-    _no_window(f, f.size("num_hidden_layers"), from_layer=0)
+    f.assume(num_key_value_heads=4, intermediate_size=6144, moe_intermediate_size=768)
+    # Here all layers slide or none does, whatever max_window_layers says.
+    window, count = _qwen_window(f), f.size("num_hidden_layers")
     f.get("max_window_layers", None)
-    # transformers 5 writes num_local_experts, 4 wrote num_experts.
-    count = f.size("num_experts", f.get("num_local_experts", 128))
-    f.must("num_local_experts", count)
+    f.must("layer_types", [_SLIDING if window else _FULL] * count)
     mixture = Experts(
-        num_experts=count,
+        num_experts=_count_experts(f, 128),
         top_k=f.size("num_experts_per_tok", 8),
-        intermediate_size=f.size("moe_intermediate_size", 768),
+        intermediate_size=f.size("moe_intermediate_size"),
         norm_topk_prob=bool(f.get("norm_topk_prob", False)),
     )
+    return _model(
+        f,
+        "qwen3_moe",
+        qk_norm="head",
+        windows=[window] * count,
+        feed_forward=_sparse(f, mixture),
+    )
+
+
+def _read_qwen2_moe(f: Fields) -> ModelConfig:
+    f.assume(num_key_value_heads=16, intermediate_size=5632, moe_intermediate_size=1408)
+    first = f.get("max_window_layers", 28)
+    mixture = Experts(
+        num_experts=_count_experts(f, 60),
+        top_k=f.size("num_experts_per_tok", 4),
+        intermediate_size=f.size("moe_intermediate_size"),
+        norm_topk_prob=bool(f.get("norm_topk_prob", False)),
+        shared_size=f.size("shared_expert_intermediate_size", 5632),
+        shared_gated=True,
+    )
+    return _model(
+        f,
+        "qwen2_moe",
+        bias=bool(f.get("qkv_bias", True)),
+        windows=_windows(f, _qwen_window(f), lambda layer: layer % 2 == 0 and layer < first),
+        feed_forward=_sparse(f, mixture),
+    )
+
+
+def _read_olmoe(f: Fields) -> ModelConfig:
+    f.assume(rms_norm_eps=1e-5, max_position_embeddings=4096)
+    f.must("clip_qkv", None)
+    f.must("head_dim", f.size("hidden_size") // f.size("num_attention_heads"))
+    mixture = Experts(
+        num_experts=_count_experts(f, 64),
+        top_k=f.size("num_experts_per_tok", 8),
+        intermediate_size=f.size("intermediate_size", 2048),
+        norm_topk_prob=bool(f.get("norm_topk_prob", False)),
+    )
+    return _model(f, "olmoe", qk_norm="full", feed_forward=lambda layer: mixture)
+
+
+def _read_mixtral(f: Fields) -> ModelConfig:
+    f.assume(num_key_value_heads=8, rope_theta=1e6, rms_norm_eps=1e-5)
+    window = f.size("sliding_window") if "sliding_window" in f else None
+    mixture = Experts(
+        num_experts=_count_experts(f, 8),
+        top_k=f.size("num_experts_per_tok", 2),
+        intermediate_size=f.size("intermediate_size", 14_336),
+    )
+    return _model(
+        f,
+        "mixtral",
+        windows=[window] * f.size("num_hidden_layers"),
+        feed_forward=lambda layer: mixture,
+    )
+
+
+def _read_gpt_oss(f: Fields) -> ModelConfig:
+    if "rope_scaling" not in f and "rope_parameters" not in f:
+        raise ValueError(f"{f.where} has neither rope_parameters nor rope_scaling; give one")
+    f.assume(num_key_value_heads=8, head_dim=64, rope_theta=150_000.0, rms_norm_eps=1e-5)
+    f.must("swiglu_limit", CLAMP)
+    f.must("swiglu_alpha", GAIN)
+    f.get("initial_context_length", None)  # the rotary parameters say it again
+    top_k = f.size("num_experts_per_tok", 4)
+    f.must("experts_per_token", top_k)
+    mixture = Experts(
+        num_experts=_count_experts(f, 128),
+        top_k=top_k,
+        intermediate_size=f.size("intermediate_size", 2880),
+        router_bias=True,
+        bias=True,
+        activation="clamped",
+    )
+    bias = bool(f.get("attention_bias", True))
+    window = f.size("sliding_window", 128)
+    return _model(
+        f,
+        "gpt_oss",
+        bias=bias,
+        output_bias=bias,
+        sinks=True,
+        windows=_windows(f, window, lambda layer: layer % 2 == 0),
+        feed_forward=lambda layer: mixture,
+    )
+
+
+def _count_experts(f: Fields, default: int) -> int:
+    """The number of experts, which goes by two names."""
+    names = "num_experts", "num_local_experts"
+    count = f.size(names[0] if names[0] in f else names[1], default)
+    for name in names:
+        f.must(name, count)
+    return count
+
+
+def _dense(f: Fields) -> Callable[[int], Dense]:
+    size = f.size("intermediate_size")
+    return lambda layer: Dense(size)
+
+
+def _sparse(f: Fields, mixture: Experts) -> Callable[[int], Dense | Experts]:
+    """Which layers are mixtures, in the families of Qwen."""
     plain = _dense(f)
     step, dense_layers = f.size("decoder_sparse_step", 1), set(f.get("mlp_only_layers", []))
 
@@ -369,12 +524,7 @@ def _read_qwen3_moe(f: Fields) -> ModelConfig:
         sparse = layer not in dense_layers and (layer + 1) % step == 0
         return mixture if sparse else plain(layer)
 
-    return _model(f, "qwen3_moe", qk_norm=True, num_kv_heads=4, feed_forward=feed_forward)
-
-
-def _dense(f: Fields) -> Callable[[int], Dense]:
-    size = f.size("intermediate_size", 6144 if "moe_intermediate_size" in f else None)
-    return lambda layer: Dense(size)
+    return feed_forward
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
@@ -431,31 +581,91 @@ def _write_llama(config: ModelConfig) -> dict[str, Any]:
     return {**_write(config), "mlp_bias": False}
 
 
+def _write_windows(config: ModelConfig) -> dict[str, Any]:
+    windows = [b.attention.window for b in config.layers]
+    return {
+        "sliding_window": next((w for w in windows if w), None),
+        "layer_types": [_SLIDING if w else _FULL for w in windows],
+    }
+
+
+def _write_qwen(config: ModelConfig) -> dict[str, Any]:
+    windows = _write_windows(config)
+    used = windows["sliding_window"] is not None
+    return {**_write(config), "use_sliding_window": used, **windows}
+
+
 def _write_qwen2(config: ModelConfig) -> dict[str, Any]:
-    fields = {**_write(config), "use_sliding_window": False}
+    fields = _write_qwen(config)
     del fields["attention_bias"]  # it has no such field: q, k and v always have biases
     return fields
 
 
-def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
-    return {**_write(config), "use_sliding_window": False}
+def _mixture(config: ModelConfig) -> Experts:
+    """The mixture of all layers that have one."""
+    for block in config.layers:
+        if isinstance(block.feed_forward, Experts):
+            return block.feed_forward
+    raise ValueError(
+        f"family {config.family!r} needs a layer with experts, got none; use a dense family"
+    )
+
+
+def _write_sparse(config: ModelConfig) -> dict[str, Any]:
+    mixture = _mixture(config)
+    dense = [i for i in range(config.num_layers) if i not in config.mixture_layers]
+    return {
+        "num_experts": mixture.num_experts,
+        "num_experts_per_tok": mixture.top_k,
+        "moe_intermediate_size": mixture.intermediate_size,
+        "norm_topk_prob": mixture.norm_topk_prob,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": dense,
+    }
 
 
 def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
-    kinds = [b.feed_forward for b in config.layers]
-    mixtures = [m for m in kinds if isinstance(m, Experts)]
-    if not mixtures:
-        raise ValueError("family 'qwen3_moe' needs a layer with experts, got none; use 'qwen3'")
+    return {**_write_qwen(config), **_write_sparse(config)}
+
+
+def _write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
+    return {
+        **_write_qwen2(config),
+        **_write_sparse(config),
+        "qkv_bias": config.layers[0].attention.bias,
+        "shared_expert_intermediate_size": _mixture(config).shared_size or None,
+    }
+
+
+def _write_olmoe(config: ModelConfig) -> dict[str, Any]:
+    mixture = _mixture(config)
     return {
         **_write(config),
-        "use_sliding_window": False,
-        "num_experts": mixtures[0].num_experts,
-        "num_experts_per_tok": mixtures[0].top_k,
-        "moe_intermediate_size": mixtures[0].intermediate_size,
-        "norm_topk_prob": mixtures[0].norm_topk_prob,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i, m in enumerate(kinds) if isinstance(m, Dense)],
+        "intermediate_size": mixture.intermediate_size,
+        "num_experts": mixture.num_experts,
+        "num_experts_per_tok": mixture.top_k,
+        "norm_topk_prob": mixture.norm_topk_prob,
     }
+
+
+def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
+    mixture = _mixture(config)
+    return {
+        **_write(config),
+        "intermediate_size": mixture.intermediate_size,
+        "num_local_experts": mixture.num_experts,
+        "num_experts_per_tok": mixture.top_k,
+        "sliding_window": config.layers[0].attention.window,
+    }
+
+
+def _write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
+    fields = {**_write_mixtral(config), **_write_windows(config)}
+    fields["sliding_window"] = fields["sliding_window"] or 128  # it must be a number
+    if fields["rope_scaling"] is None:  # to say nothing means YaRN here
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": fields["rope_theta"]}
+    fields["attention_bias"] = config.layers[0].attention.output_bias
+    return fields
 
 
 _ATTENTION = "model.layers.{layer}.self_attn."
@@ -489,19 +699,64 @@ _QWEN3: Table = {
     "attention/k_norm": vector(_ATTENTION + "k_norm.weight"),
 }
 
-_QWEN3_MOE: Table = {
-    **_QWEN3,
+_EXPERTS: Table = {
     "experts/router": linear(_MLP + "gate.weight"),
     "experts/gate": linear(_MLP + "experts.{expert}.gate_proj.weight"),
     "experts/up": linear(_MLP + "experts.{expert}.up_proj.weight"),
     "experts/down": linear(_MLP + "experts.{expert}.down_proj.weight"),
 }
 
+_QWEN2_MOE: Table = {
+    **_QWEN2,
+    **_EXPERTS,
+    "experts/shared/gate": linear(_MLP + "shared_expert.gate_proj.weight"),
+    "experts/shared/up": linear(_MLP + "shared_expert.up_proj.weight"),
+    "experts/shared/down": linear(_MLP + "shared_expert.down_proj.weight"),
+    "experts/shared_gate": linear(_MLP + "shared_expert_gate.weight"),
+}
+
+_OLMOE: Table = {
+    **_LLAMA,
+    **_EXPERTS,
+    "attention/q_norm": heads_vector(_ATTENTION + "q_norm.weight"),
+    "attention/k_norm": heads_vector(_ATTENTION + "k_norm.weight"),
+}
+
+_BLOCK_SPARSE = "model.layers.{layer}.block_sparse_moe."
+
+_MIXTRAL: Table = {
+    **_LLAMA,
+    "experts/router": linear(_BLOCK_SPARSE + "gate.weight"),
+    "experts/gate": linear(_BLOCK_SPARSE + "experts.{expert}.w1.weight"),
+    "experts/up": linear(_BLOCK_SPARSE + "experts.{expert}.w3.weight"),
+    "experts/down": linear(_BLOCK_SPARSE + "experts.{expert}.w2.weight"),
+}
+
+_GPT_OSS: Table = {
+    **_QWEN2,
+    "attention/o_bias": vector(_ATTENTION + "o_proj.bias"),
+    "attention/sinks": vector(_ATTENTION + "sinks"),
+    "experts/router": linear(_MLP + "router.weight"),
+    "experts/router_bias": vector(_MLP + "router.bias"),
+    "experts/gate": all_experts(_MLP + "experts.gate_up_proj", 3, part=0, parts=2),
+    "experts/up": all_experts(_MLP + "experts.gate_up_proj", 3, part=1, parts=2),
+    "experts/down": all_experts(_MLP + "experts.down_proj", 3),
+    "experts/gate_bias": all_experts(_MLP + "experts.gate_up_proj_bias", 2, part=0, parts=2),
+    "experts/up_bias": all_experts(_MLP + "experts.gate_up_proj_bias", 2, part=1, parts=2),
+    "experts/down_bias": all_experts(_MLP + "experts.down_proj_bias", 2),
+}
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(_read_llama, _write_llama, _LLAMA, "LlamaForCausalLM"),
     "qwen2": Family(_read_qwen2, _write_qwen2, _QWEN2, "Qwen2ForCausalLM"),
-    "qwen3": Family(_read_qwen3, _write_qwen3, _QWEN3, "Qwen3ForCausalLM"),
-    "qwen3_moe": Family(_read_qwen3_moe, _write_qwen3_moe, _QWEN3_MOE, "Qwen3MoeForCausalLM"),
+    "qwen3": Family(_read_qwen3, _write_qwen, _QWEN3, "Qwen3ForCausalLM"),
+    "qwen2_moe": Family(_read_qwen2_moe, _write_qwen2_moe, _QWEN2_MOE, "Qwen2MoeForCausalLM"),
+    "qwen3_moe": Family(
+        _read_qwen3_moe, _write_qwen3_moe, {**_QWEN3, **_EXPERTS}, "Qwen3MoeForCausalLM"
+    ),
+    "olmoe": Family(_read_olmoe, _write_olmoe, _OLMOE, "OlmoeForCausalLM"),
+    "mixtral": Family(_read_mixtral, _write_mixtral, _MIXTRAL, "MixtralForCausalLM"),
+    "gpt_oss": Family(_read_gpt_oss, _write_gpt_oss, _GPT_OSS, "GptOssForCausalLM"),
 }
 """`model_type` of config.json -> family."""
 
@@ -529,7 +784,15 @@ def read_fields(values: Mapping[str, Any], where: str) -> ModelConfig:
     if kind is None:
         raise ValueError(f"{where} has no field 'model_type'; is it a model's config.json?")
     try:
-        return family(kind, where).read(Fields(values, where))
+        found = family(kind, where)
+        quantised = values.get("quantization_config")
+        if quantised:
+            method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+            raise ValueError(
+                f"{where}: quantization_config (quant_method={method!r}) is not supported; save "
+                "the model dequantised, in bfloat16"
+            )
+        return found.read(Fields(values, where))
     except ValueError as e:
         raise e if str(e).startswith(where) else ValueError(f"{where}: {e}") from e
 

@@ -195,18 +195,36 @@ def _attention(
 
     q, k, v = project("q"), project("k"), project("v")
     if c.qk_norm:
-        q = rms_norm(q, p["q_norm"], config.norm_eps)
-        k = rms_norm(k, p["k_norm"], config.norm_eps)
+        q, k = (_qk_norm(y, p[name], config.norm_eps) for y, name in ((q, "q_norm"), (k, "k_norm")))
     inverse = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
     magnitude = c.rope_scaling.magnitude if isinstance(c.rope_scaling, Yarn) else 1.0
     q, k = (rotate(x, positions, inverse, magnitude) for x in (q, k))
-    out, cache = attend(q, k, v, layer, cache, scale=c.head_dim**-0.5, window=c.window)
-    return jnp.einsum("bthd,hdw->btw", out, p["o"].astype(x.dtype)), cache
+    out, cache = attend(
+        q, k, v, layer, cache, scale=c.head_dim**-0.5, window=c.window, sinks=p.get("sinks")
+    )
+    y = jnp.einsum("bthd,hdw->btw", out, p["o"].astype(x.dtype))
+    return y + p["o_bias"].astype(x.dtype) if c.output_bias else y, cache
+
+
+def _qk_norm(x: Array, scale: Array, eps: float) -> Array:
+    """RMSNorm of [B, T, heads, d] over as many dimensions as its scale has."""
+    flat = x.reshape(*x.shape[: x.ndim - scale.ndim], -1)
+    return rms_norm(flat, scale.reshape(-1), eps).reshape(x.shape)
 
 
 def _dense(p: Params, x: Array) -> Array:
     gate, up, down = (p[m].astype(x.dtype) for m in ("gate", "up", "down"))
     return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def _shared(p: Params, x: Array, c: Experts) -> Array:
+    y = _dense(p["shared"], x)
+    if not c.shared_gated:
+        return y
+    # As in the router: float32, at a named precision.
+    gate = p["shared_gate"].astype(jnp.float32)
+    z = jnp.matmul(x.astype(jnp.float32), gate, precision=jax.lax.Precision.HIGHEST)
+    return (jax.nn.sigmoid(z) * y.astype(jnp.float32)).astype(x.dtype)
 
 
 def _mixture(
@@ -215,8 +233,10 @@ def _mixture(
     b, t, width = x.shape
     flat = x.reshape(b * t, width)
     old = None if replay is None else replay.reshape(b * t, c.top_k)
-    probs, own, used, weights = moe.route(p["router"], flat, c, old)
-    out = moe.experts(p, flat, used, weights).reshape(b, t, width)
+    probs, own, used, weights = moe.route(p["router"], flat, c, old, p.get("router_bias"))
+    out = moe.experts(p, flat, used, weights, activation=c.activation).reshape(b, t, width)
+    if c.shared_size:
+        out = out + _shared(p, x, c)
     live = counted.reshape(-1).astype(jnp.float32)
     one_hot = jax.nn.one_hot(used, c.num_experts, dtype=jnp.float32).sum(1)
     entropy = -jnp.sum(probs * jnp.log(jnp.maximum(probs, 1e-30)), axis=-1)

@@ -45,8 +45,8 @@ def _matrix(shape: tuple[int, ...], axes: tuple[str | None, ...], fan_in: int) -
     return Parameter(shape, axes, scale=1.0 / math.sqrt(fan_in))
 
 
-def _norm(size: int, axis: str | None = None) -> Parameter:
-    return Parameter((size,), (axis,), value=1.0, precise=True)
+def _norm(shape: tuple[int, ...], axes: tuple[str | None, ...] = (None,)) -> Parameter:
+    return Parameter(shape, axes, value=1.0, precise=True)
 
 
 def _attention(c: Attention, width: int) -> Params:
@@ -61,27 +61,53 @@ def _attention(c: Attention, width: int) -> Params:
         out["q_bias"] = Parameter((h, d), ("heads", "head_dim"))
         out["k_bias"] = Parameter((k, d), ("kv_heads", "head_dim"))
         out["v_bias"] = Parameter((k, d), ("kv_heads", "head_dim"))
-    if c.qk_norm:
-        out["q_norm"] = _norm(d)
-        out["k_norm"] = _norm(d)
+    if c.output_bias:
+        out["o_bias"] = Parameter((width,), ("embed",))
+    if c.qk_norm == "head":
+        out["q_norm"] = _norm((d,))
+        out["k_norm"] = _norm((d,))
+    elif c.qk_norm == "full":
+        out["q_norm"] = _norm((h, d), ("heads", "head_dim"))
+        out["k_norm"] = _norm((k, d), ("kv_heads", "head_dim"))
+    if c.sinks:
+        out["sinks"] = Parameter((h,), ("heads",), precise=True)
     return out
 
 
-def _feed_forward(c: Dense | Experts, width: int) -> Params:
-    f = c.intermediate_size
-    if isinstance(c, Dense):
-        return {
-            "gate": _matrix((width, f), ("embed", "mlp"), width),
-            "up": _matrix((width, f), ("embed", "mlp"), width),
-            "down": _matrix((f, width), ("mlp", "embed"), f),
-        }
-    e = c.num_experts
+def _dense(size: int, width: int) -> Params:
     return {
-        "router": dataclasses.replace(_matrix((width, e), ("embed", None), width), precise=True),
+        "gate": _matrix((width, size), ("embed", "mlp"), width),
+        "up": _matrix((width, size), ("embed", "mlp"), width),
+        "down": _matrix((size, width), ("mlp", "embed"), size),
+    }
+
+
+def _router(width: int, outputs: int) -> Parameter:
+    matrix = _matrix((width, outputs), ("embed", None), width)
+    return dataclasses.replace(matrix, precise=True)
+
+
+def _feed_forward(c: Dense | Experts, width: int) -> Params:
+    if isinstance(c, Dense):
+        return _dense(c.intermediate_size, width)
+    e, f = c.num_experts, c.intermediate_size
+    out: Params = {
+        "router": _router(width, e),
         "gate": _matrix((e, width, f), ("experts", "embed", "mlp"), width),
         "up": _matrix((e, width, f), ("experts", "embed", "mlp"), width),
         "down": _matrix((e, f, width), ("experts", "mlp", "embed"), f),
     }
+    if c.router_bias:
+        out["router_bias"] = Parameter((e,), (None,), precise=True)
+    if c.bias:
+        out["gate_bias"] = Parameter((e, f), ("experts", "mlp"))
+        out["up_bias"] = Parameter((e, f), ("experts", "mlp"))
+        out["down_bias"] = Parameter((e, width), ("experts", "embed"))
+    if c.shared_size:
+        out["shared"] = _dense(c.shared_size, width)
+    if c.shared_gated:
+        out["shared_gate"] = _router(width, 1)
+    return out
 
 
 def declare(config: ModelConfig) -> Params:
@@ -89,16 +115,17 @@ def declare(config: ModelConfig) -> Params:
 
     The tree is `{"embed", "stacks": [[layer, ...], ...], "norm", "output"?}`; a layer is
     `{"attention_norm", "attention", "feed_forward_norm", "feed_forward"}`, each leaf stacked
-    over the repeats of its stack. Expert matrices are [experts, in, out], gate and up apart.
+    over the repeats of its stack. Expert matrices are [experts, in, out], gate and up apart; the
+    shared expert is a tree of its own, `shared`.
     `output` [hidden, vocab] is absent where the embedding is tied.
     """
     width = config.hidden_size
 
     def layer(block: Any) -> Params:
         return {
-            "attention_norm": _norm(width),
+            "attention_norm": _norm((width,)),
             "attention": _attention(block.attention, width),
-            "feed_forward_norm": _norm(width),
+            "feed_forward_norm": _norm((width,)),
             "feed_forward": _feed_forward(block.feed_forward, width),
         }
 
@@ -111,7 +138,7 @@ def declare(config: ModelConfig) -> Params:
             ]
             for stack in config.stacks
         ],
-        "norm": _norm(width),
+        "norm": _norm((width,)),
     }
     if not config.tie_embeddings:
         tree["output"] = _matrix((width, config.vocab_size), ("embed", "vocab"), width)
@@ -209,7 +236,10 @@ def count(config: ModelConfig) -> int:
 
 
 def count_active(config: ModelConfig) -> int:
-    """Number of parameters that take part in one token: of each mixture, its top-k experts."""
+    """Number of parameters that take part in one token.
+
+    They are all but the experts of each mixture that are neither among its top k nor shared.
+    """
 
     def active(stack: int, place: int, p: Parameter) -> int:
         if "experts" not in p.axes:

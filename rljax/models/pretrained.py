@@ -132,13 +132,14 @@ def save_pretrained(
         **(extra or {}),
     }
     entries = weights.entries(config, families.FAMILIES[config.family].table)
-    sizes = {}
+    sizes: dict[str, int] = {}
     for entry in entries:
         leaf: Any = params
         for key in entry.path:
             leaf = leaf[key]
         for index in entry.pieces():
-            sizes[entry.name(index)] = math.prod(entry.inner) * leaf.dtype.itemsize
+            name = entry.name(index)
+            sizes[name] = sizes.get(name, 0) + math.prod(entry.inner) * leaf.dtype.itemsize
     found = weights.stored(entries, params)
     if jax.process_index() == 0:
         huggingface.write(Path(path), fields, found, sizes, shard_bytes)

@@ -14,8 +14,22 @@ from rljax.models import families, forward, weights
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "models"
 # Those whose gradients are compared too: one kind each of attention and of feed-forward.
-GRADIENTS = ["qwen2", "qwen3_moe_mixed"]
-MODELS = ["llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_mixed"]
+GRADIENTS = ["qwen2", "qwen3_moe_mixed", "qwen2_moe", "gpt_oss"]
+MODELS = [
+    "llama",
+    "llama_tied",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_moe_mixed",
+    "qwen2_moe",
+    "qwen2_moe_mixed",
+    "mixtral",
+    "mixtral_window",
+    "olmoe",
+    "olmoe_grouped",
+    "gpt_oss",
+]
 WIDTH = 24
 
 
@@ -108,21 +122,26 @@ def test_gradients_equal_torch(name):
         assert found[stored] == pytest.approx(want, abs=2e-5 * max(want[0], 1)), stored
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", json.loads((GOLDEN / "names.json").read_text()))
 def test_names_and_shapes_are_those_transformers_saves(family):
-    config = models.decoder(
-        vocab_size=64,
-        hidden_size=32,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        intermediate_size=16 if family == "qwen3_moe" else 48,
-        num_experts=4 if family == "qwen3_moe" else 0,
-        bias=family == "qwen2",
-        qk_norm=family.startswith("qwen3"),
-        tie_embeddings=False,
-        family=family,
-    )
+    fields = {
+        "model_type": family,
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    if family in ("qwen2_moe", "qwen3_moe"):
+        fields["moe_intermediate_size"] = 16
+    if family == "qwen2_moe":
+        fields["shared_expert_intermediate_size"] = 16
+    if family in ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "gpt_oss"):
+        fields |= {"num_experts": 4, "num_experts_per_tok": 2}
+    config = families.read_fields(fields, "config.json")
     found = {
         entry.name(i).replace("experts.3.", "experts.{e}."): entry.weight.stored_shape(entry.inner)
         for entry in weights.entries(config, families.FAMILIES[family].table)
