@@ -89,6 +89,53 @@ class Attention:
 
 
 @dataclasses.dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434, section 2.1).
+
+    Keys and values of all heads are projected from one vector a token, the latent, beside one
+    rotary key that all heads share.
+
+    Attributes:
+      num_heads: Heads H.
+      q_rank: Size of the vector that queries are projected from; None: from the hidden state.
+      kv_rank: Size of the latent.
+      nope_dim: Part of a head's queries and keys that is not rotated.
+      rope_dim: Part that is.
+      value_dim: Size of a head's values.
+      rope_theta: Base of the rotary frequencies.
+      rope_scaling: How the frequencies are stretched; None: not.
+      scale_weight: Weight of the context's stretching in the scale of scores (`mscale_all_dim`).
+    """
+
+    num_heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | Yarn | None = None
+    scale_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rope_dim % 2:
+            raise ValueError(f"rope_dim={self.rope_dim} is odd; rotary embeddings need pairs")
+        if self.scale_weight and not isinstance(self.rope_scaling, Yarn):
+            raise ValueError(
+                f"scale_weight={self.scale_weight} weighs a stretching by YaRN, got rope_scaling="
+                f"{self.rope_scaling}; leave it at 0"
+            )
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by: 1/√(size of a query), and YaRN's magnitude squared."""
+        scale = (self.nope_dim + self.rope_dim) ** -0.5
+        if isinstance(self.rope_scaling, Yarn):
+            scale *= yarn_magnitude(self.rope_scaling.factor, self.scale_weight) ** 2
+        return scale
+
+
+@dataclasses.dataclass(frozen=True)
 class Dense:
     """SwiGLU feed-forward of `intermediate_size`."""
 
@@ -97,13 +144,21 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """Mixture of SwiGLU experts behind a softmax top-k router in float32.
+    """Mixture of SwiGLU experts behind a top-k router in float32.
 
     Attributes:
       num_experts: Experts E.
       top_k: Experts chosen for each token.
       intermediate_size: Inner size of one expert.
-      norm_topk_prob: Whether the chosen probabilities are divided by their sum.
+      norm_topk_prob: Whether the chosen scores are divided by their sum.
+      scoring: What makes scores of the router's logits: a softmax over the experts, or a sigmoid
+        of each (DeepSeek-V3, 2024, arXiv:2412.19437, section 2.1.2).
+      groups: Into how many groups of neighbours the experts fall.
+      top_groups: How many groups a token may choose from: those whose two best experts add up to
+        most.
+      scale: Multiplies the weights of the chosen experts.
+      correction_bias: Whether each expert has a number that is added to its score when experts
+        are chosen and nowhere else; no gradient moves it, the experts' load does.
       router_bias: Whether the router's logits have a learned bias (gpt-oss).
       bias: Whether the matrices inside the experts have biases (gpt-oss).
       activation: What stands between them: SwiGLU (`silu`), or the one of gpt-oss, which clamps
@@ -116,6 +171,11 @@ class Experts:
     top_k: int
     intermediate_size: int
     norm_topk_prob: bool = True
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    correction_bias: bool = False
     router_bias: bool = False
     bias: bool = False
     activation: Literal["silu", "clamped"] = "silu"
@@ -129,13 +189,24 @@ class Experts:
             raise ValueError(
                 f"top_k={self.top_k} must lie between 1 and num_experts={self.num_experts}"
             )
+        size, rest = divmod(self.num_experts, self.groups)
+        if rest or size < 2 <= self.groups:
+            raise ValueError(
+                f"groups={self.groups} must cut num_experts={self.num_experts} into equal groups "
+                "of two or more"
+            )
+        if not self.top_k <= self.top_groups * size <= self.num_experts:
+            raise ValueError(
+                f"top_groups={self.top_groups} of {self.groups} groups of {size} must hold "
+                f"top_k={self.top_k} experts, and be no more than there are"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
     """One decoder layer: pre-norm attention, then pre-norm feed-forward."""
 
-    attention: Attention
+    attention: Attention | LatentAttention
     feed_forward: Dense | Experts
 
 

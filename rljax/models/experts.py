@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, Literal
 
 import jax
@@ -39,6 +40,7 @@ CLAMP = 7.0
 """Where gpt-oss clamps its experts' gates (from above) and what they gate (on both sides)."""
 GAIN = 1.702
 """The factor inside the sigmoid of gpt-oss's experts."""
+_TINY = 1e-20  # added to the sum that sigmoids are divided by, as in DeepSeek-V3
 
 
 def route(
@@ -47,19 +49,22 @@ def route(
     config: Experts,
     replay: Int[Array, "N k"] | None = None,
     bias: Float[Array, " E"] | None = None,
+    correction: Float[Array, " E"] | None = None,
 ) -> tuple[Float[Array, "N E"], Int[Array, "N k"], Int[Array, "N k"], Float[Array, "N k"]]:
-    """Softmax over all experts in float32, then the top k.
+    """Scores of all experts in float32, then the top k.
 
     Args:
       router: The router's matrix.
       x: Normalised hidden states.
       config: The mixture.
       replay: Experts to use instead of the router's own choice, -1 where unset. Their weights
-        are the live probabilities gathered at these indices, so that the router learns.
+        are the live scores gathered at these indices, so that the router learns.
       bias: Added to the router's logits.
+      correction: Added to the scores by which experts are chosen, and to no weight.
 
     Returns:
-      Probabilities, the router's own choice, the experts used, and the weights of those.
+      Probabilities (sigmoid scores divided by the sum over all experts), the router's own choice,
+      the experts used, and the weights of those.
     """
     # Named precision: float32 matmuls run in bfloat16 passes on TPU and may use TF32 on GPU.
     logits = jnp.matmul(
@@ -67,15 +72,36 @@ def route(
     )
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)
-    probs = jax.nn.softmax(logits, axis=-1)
-    _, own = jax.lax.top_k(probs, config.top_k)
+    if config.scoring == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+        probs = scores / (scores.sum(-1, keepdims=True) + _TINY)
+    else:
+        probs = scores = jax.nn.softmax(logits, axis=-1)
+    own = _choose(scores, config, correction)
     used = own if replay is None else jnp.where(replay >= 0, replay, own)
     if config.norm_topk_prob:
-        # Their probabilities divided by the sum, without 0/0 where replayed ones have underflowed.
-        weights = jax.nn.softmax(jnp.take_along_axis(logits, used, axis=-1), axis=-1)
+        # In logarithms, so that replayed experts whose scores have underflowed make no 0/0.
+        z = jnp.take_along_axis(logits, used, axis=-1)
+        if config.scoring == "sigmoid":
+            floor = jnp.full_like(z[:, :1], math.log(_TINY))
+            z = jnp.concatenate([jax.nn.log_sigmoid(z), floor], axis=-1)
+        weights = jax.nn.softmax(z, axis=-1)[:, : config.top_k]
     else:
-        weights = jnp.take_along_axis(probs, used, axis=-1)
-    return probs, own, used, weights
+        weights = jnp.take_along_axis(scores, used, axis=-1)
+    return probs, own, used, weights if config.scale == 1 else weights * config.scale
+
+
+def _choose(scores: Array, config: Experts, correction: Array | None) -> Array:
+    """The k experts of highest corrected score, in the groups whose two best add up to most."""
+    if correction is not None:
+        scores = scores + correction.astype(jnp.float32)
+    if config.top_groups < config.groups:
+        grouped = scores.reshape(scores.shape[0], config.groups, -1)
+        value = jax.lax.top_k(grouped, 2)[0].sum(-1)
+        best = jax.lax.top_k(value, config.top_groups)[1]
+        kept = (best[:, :, None] == jnp.arange(config.groups)).any(1)
+        scores = jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+    return jax.lax.top_k(scores, config.top_k)[1]
 
 
 def experts(

@@ -11,7 +11,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rljax.mesh import constrain_rows
 from rljax.models import experts as moe
-from rljax.models.config import Attention, Dense, Experts, ModelConfig, RopeScaling, Yarn
+from rljax.models.config import (
+    Attention,
+    Dense,
+    Experts,
+    LatentAttention,
+    ModelConfig,
+    RopeScaling,
+    Yarn,
+)
 from rljax.models.experts import RouterOutputs
 from rljax.models.parameters import Params
 
@@ -48,6 +56,7 @@ class Attend(Protocol):
 
 
 _MASKED = -1e30
+_LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever the others have
 _UNROLLED = 4  # so few layers compile and run faster one by one than as a loop
 
 
@@ -183,12 +192,15 @@ def _attention(
     p: Params,
     x: Array,
     positions: Array,
-    c: Attention,
+    c: Attention | LatentAttention,
     config: ModelConfig,
     attend: Attend,
     layer: Array,
     cache: Any,
 ) -> tuple[Array, Any]:
+    if isinstance(c, LatentAttention):
+        return _latent_attention(p, x, positions, c, attend, layer, cache)
+
     def project(name: str) -> Array:
         y = jnp.einsum("btw,whd->bthd", x, p[name].astype(x.dtype))
         return y + p[f"{name}_bias"].astype(x.dtype) if c.bias else y
@@ -196,14 +208,61 @@ def _attention(
     q, k, v = project("q"), project("k"), project("v")
     if c.qk_norm:
         q, k = (_qk_norm(y, p[name], config.norm_eps) for y, name in ((q, "q_norm"), (k, "k_norm")))
-    inverse = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
-    magnitude = c.rope_scaling.magnitude if isinstance(c.rope_scaling, Yarn) else 1.0
-    q, k = (rotate(x, positions, inverse, magnitude) for x in (q, k))
+    q, k = _rotated((q, k), positions, c)
     out, cache = attend(
         q, k, v, layer, cache, scale=c.head_dim**-0.5, window=c.window, sinks=p.get("sinks")
     )
     y = jnp.einsum("bthd,hdw->btw", out, p["o"].astype(x.dtype))
     return y + p["o_bias"].astype(x.dtype) if c.output_bias else y, cache
+
+
+def _rotated(
+    arrays: tuple[Array, ...], positions: Array, c: Attention | LatentAttention
+) -> tuple[Array, ...]:
+    """Arrays [B, T, heads, d] rotated as an attention says."""
+    inverse = rope_frequencies(arrays[0].shape[-1], c.rope_theta, c.rope_scaling)
+    magnitude = c.rope_scaling.magnitude if isinstance(c.rope_scaling, Yarn) else 1.0
+    return tuple(rotate(x, positions, inverse, magnitude) for x in arrays)
+
+
+def _latent_attention(
+    p: Params,
+    x: Array,
+    positions: Array,
+    c: LatentAttention,
+    attend: Attend,
+    layer: Array,
+    cache: Any,
+) -> tuple[Array, Any]:
+    """Keys and values are spelled out for each head where none are kept between calls.
+
+    Where they are, only the latent and the rotary key are kept: each head's projection of the
+    latent goes into its queries and its output instead, and all heads attend to the latents
+    themselves, as to the keys and values of one head.
+    """
+
+    def heads(y: Array, name: str) -> Array:
+        return jnp.einsum("btr,rhd->bthd", y, p[name].astype(y.dtype))
+
+    if c.q_rank is None:
+        q = heads(x, "q")
+    else:
+        q = heads(rms_norm(x @ p["q_down"].astype(x.dtype), p["q_norm"], _LATENT_EPS), "q_up")
+    kv = x @ p["kv_down"].astype(x.dtype)
+    latent = rms_norm(kv[..., : c.kv_rank], p["kv_norm"], _LATENT_EPS)
+    q_rope, k_rope = _rotated((q[..., c.nope_dim :], kv[:, :, None, c.kv_rank :]), positions, c)
+    q, up = q[..., : c.nope_dim], p["kv_up"].astype(x.dtype)
+    if cache is None:
+        k, v = jnp.split(heads(latent, "kv_up"), [c.nope_dim], axis=-1)
+        k_rope = jnp.broadcast_to(k_rope, q_rope.shape)
+    else:
+        q = jnp.einsum("bthd,rhd->bthr", q, up[..., : c.nope_dim])
+        k = v = latent[:, :, None]
+    q, k = jnp.concatenate([q, q_rope], axis=-1), jnp.concatenate([k, k_rope], axis=-1)
+    out, kept = attend(q, k, v, layer, cache, scale=c.scale)
+    if cache is not None:
+        out = jnp.einsum("bthr,rhd->bthd", out, up[..., c.nope_dim :])
+    return jnp.einsum("bthd,hdw->btw", out, p["o"].astype(x.dtype)), kept
 
 
 def _qk_norm(x: Array, scale: Array, eps: float) -> Array:
@@ -233,7 +292,9 @@ def _mixture(
     b, t, width = x.shape
     flat = x.reshape(b * t, width)
     old = None if replay is None else replay.reshape(b * t, c.top_k)
-    probs, own, used, weights = moe.route(p["router"], flat, c, old, p.get("router_bias"))
+    probs, own, used, weights = moe.route(
+        p["router"], flat, c, old, p.get("router_bias"), p.get("correction")
+    )
     out = moe.experts(p, flat, used, weights, activation=c.activation).reshape(b, t, width)
     if c.shared_size:
         out = out + _shared(p, x, c)

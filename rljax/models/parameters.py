@@ -12,7 +12,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray
 
 from rljax import mesh as meshes
-from rljax.models.config import Attention, Dense, Experts, ModelConfig
+from rljax.models.config import (
+    Attention,
+    Block,
+    Dense,
+    Experts,
+    LatentAttention,
+    ModelConfig,
+)
 
 Params = dict[str, Any]
 """Nested dict of arrays, in the shape of `declare(config)`."""
@@ -49,7 +56,9 @@ def _norm(shape: tuple[int, ...], axes: tuple[str | None, ...] = (None,)) -> Par
     return Parameter(shape, axes, value=1.0, precise=True)
 
 
-def _attention(c: Attention, width: int) -> Params:
+def _attention(c: Attention | LatentAttention, width: int) -> Params:
+    if isinstance(c, LatentAttention):
+        return _latent_attention(c, width)
     h, k, d = c.num_heads, c.num_kv_heads, c.head_dim
     out: Params = {
         "q": _matrix((width, h, d), ("embed", "heads", "head_dim"), width),
@@ -71,6 +80,25 @@ def _attention(c: Attention, width: int) -> Params:
         out["k_norm"] = _norm((k, d), ("kv_heads", "head_dim"))
     if c.sinks:
         out["sinks"] = Parameter((h,), ("heads",), precise=True)
+    return out
+
+
+def _latent_attention(c: LatentAttention, width: int) -> Params:
+    h, query = c.num_heads, c.nope_dim + c.rope_dim
+    out: Params = {
+        "kv_down": _matrix((width, c.kv_rank + c.rope_dim), ("embed", None), width),
+        "kv_norm": _norm((c.kv_rank,)),
+        "kv_up": _matrix(
+            (c.kv_rank, h, c.nope_dim + c.value_dim), (None, "heads", "head_dim"), c.kv_rank
+        ),
+        "o": _matrix((h, c.value_dim, width), ("heads", "head_dim", "embed"), h * c.value_dim),
+    }
+    if c.q_rank is None:
+        out["q"] = _matrix((width, h, query), ("embed", "heads", "head_dim"), width)
+    else:
+        out["q_down"] = _matrix((width, c.q_rank), ("embed", None), width)
+        out["q_norm"] = _norm((c.q_rank,))
+        out["q_up"] = _matrix((c.q_rank, h, query), (None, "heads", "head_dim"), c.q_rank)
     return out
 
 
@@ -99,6 +127,8 @@ def _feed_forward(c: Dense | Experts, width: int) -> Params:
     }
     if c.router_bias:
         out["router_bias"] = Parameter((e,), (None,), precise=True)
+    if c.correction_bias:
+        out["correction"] = Parameter((e,), (None,), precise=True)
     if c.bias:
         out["gate_bias"] = Parameter((e, f), ("experts", "mlp"))
         out["up_bias"] = Parameter((e, f), ("experts", "mlp"))
@@ -121,7 +151,7 @@ def declare(config: ModelConfig) -> Params:
     """
     width = config.hidden_size
 
-    def layer(block: Any) -> Params:
+    def layer(block: Block) -> Params:
         return {
             "attention_norm": _norm((width,)),
             "attention": _attention(block.attention, width),

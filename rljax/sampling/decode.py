@@ -9,14 +9,17 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from rljax.models.config import ModelConfig
+from rljax.models.config import LatentAttention, ModelConfig
 from rljax.models.forward import Attend, attend_masked, hidden_states, output_logits
 from rljax.models.parameters import Params
 from rljax.sampling.draw import draw, keep_mask, row_keys
 
 Pool = dict[str, Array]
 """`k` and `v`, each [layers, pages, page_size, kv_heads, head_dim] in the compute dtype; bfloat16
-as its bits in uint16, since XLA on CPU scatters bfloat16 by converting the whole operand."""
+as its bits in uint16, since XLA on CPU scatters bfloat16 by converting the whole operand.
+
+Of latent attention there is only `k`, one head that holds the latent and then the rotary key:
+values are the leading part of keys."""
 
 
 @struct.dataclass
@@ -75,14 +78,20 @@ def make_pool(config: ModelConfig, num_pages: int, page_size: int) -> Pool:
     Raises:
       ValueError: Layers differ in their KV heads, which one pool cannot hold.
     """
-    shapes = {(b.attention.num_kv_heads, b.attention.head_dim) for b in config.layers}
+    shapes = {
+        (("k",), 1, a.kv_rank + a.rope_dim)
+        if isinstance(a, LatentAttention)
+        else (("k", "v"), a.num_kv_heads, a.head_dim)
+        for a in (block.attention for block in config.layers)
+    }
     if len(shapes) > 1:
         raise ValueError(
-            f"layers differ in (kv_heads, head_dim) ({sorted(shapes)}); one pool "
+            f"layers differ in (arrays, kv_heads, head_dim) ({sorted(shapes)}); one pool "
             "holds equal layers only"
         )
-    shape = (config.num_layers, num_pages, page_size, *shapes.pop())
-    return {name: _to_bits(jnp.zeros(shape, config.dtype)) for name in ("k", "v")}
+    names, *head = shapes.pop()
+    shape = (config.num_layers, num_pages, page_size, *head)
+    return {name: _to_bits(jnp.zeros(shape, config.dtype)) for name in names}
 
 
 def _to_bits(x: Array) -> Array:
@@ -119,15 +128,18 @@ def paged_attention(
         page = jnp.take_along_axis(table, positions // page_size, axis=1, mode="clip")
         page = jnp.where(live, page, num_pages)  # out of bounds: dropped
         offset = positions % page_size
+        new = {"k": k, "v": v}
         pool = {
-            name: pool[name].at[layer, page, offset].set(_to_bits(new), mode="drop")
-            for name, new in (("k", k), ("v", v))
+            name: kept.at[layer, page, offset].set(_to_bits(new[name]), mode="drop")
+            for name, kept in pool.items()
         }
         rows, pages = table.shape
-        keys, values = (
-            _from_bits(pool[name][layer, table]).reshape(rows, pages * page_size, *k.shape[2:])
-            for name in ("k", "v")
-        )
+        read = {
+            name: _from_bits(kept[layer, table]).reshape(rows, pages * page_size, *k.shape[2:])
+            for name, kept in pool.items()
+        }
+        keys = read["k"]
+        values = read["v"] if "v" in read else keys[..., : v.shape[-1]]
         place = jnp.arange(pages * page_size)
         allowed = place[None, None, :] <= positions[:, :, None]
         if window is not None:

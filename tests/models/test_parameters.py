@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from rljax import mesh as meshes
 from rljax import models
-from rljax.models import Attention, Block, Dense, Experts, ModelConfig, Stack
+from rljax.models import Attention, Block, Dense, Experts, LatentAttention, ModelConfig, Stack
 from rljax.models.families import stacks
 
 CONFIG = models.decoder(
@@ -116,6 +116,12 @@ def test_unequal_layers_are_grouped_into_few_stacks():
     [
         (lambda: Attention(4, 3, 8), "num_heads=4 is not a multiple of num_kv_heads=3"),
         (lambda: Attention(4, 2, 7), "head_dim=7 is odd"),
+        (lambda: LatentAttention(2, None, 8, 4, 3, 4), "rope_dim=3 is odd"),
+        (lambda: LatentAttention(2, 8, 8, 4, 4, 4, scale_weight=1.0), "a stretching by YaRN"),
+        (lambda: Experts(8, 2, 8, groups=3), "groups=3 must cut num_experts=8 into equal groups"),
+        (lambda: Experts(8, 2, 8, groups=8), "into equal groups of two or more"),
+        (lambda: Experts(8, 5, 8, groups=2), "top_groups=1 of 2 groups of 4 must hold top_k=5"),
+        (lambda: Experts(8, 2, 8, groups=2, top_groups=3), "be no more than there are"),
         (lambda: Experts(4, 5, 8), "top_k=5 must lie between 1 and num_experts=4"),
         (
             lambda: ModelConfig(8, 8, stacks([
