@@ -15,6 +15,7 @@ from rljax.models.config import (
     Block,
     Dense,
     Experts,
+    LatentAttention,
     ModelConfig,
     RopeScaling,
     Stack,
@@ -118,11 +119,16 @@ class Fields:
     def __init__(self, values: Mapping[str, Any], where: str):
         """Takes the fields and what to call their file."""
         self._values = {k: v for k, v in values.items() if v is not None}
+        self._nulls = values.keys() - self._values.keys()
         self._read: set[str] = set()
         self.where = where
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
+
+    def is_null(self, name: str) -> bool:
+        """Whether a field is there and null, which may mean something else than its absence."""
+        return name in self._nulls
 
     def assume(self, **values: Any) -> None:
         """Says what is meant by fields that are absent or null."""
@@ -337,7 +343,6 @@ def _model(
 
     `windows` holds each layer's, by default none; `feed_forward` says what a layer's is.
     """
-    f.must("model_type", family)
     width, heads = f.size("hidden_size"), f.size("num_attention_heads")
     theta, scaling = _rope(f)
     attention = Attention(
@@ -355,9 +360,17 @@ def _model(
         Block(dataclasses.replace(attention, window=window), feed_forward(i))
         for i, window in enumerate(windows or [None] * f.size("num_hidden_layers"))
     ]
+    return _assemble(f, family, layers, attention_bias=output_bias)
+
+
+def _assemble(
+    f: Fields, family: str, layers: Sequence[Block], attention_bias: bool = False
+) -> ModelConfig:
+    """The configuration of known layers; fields that nobody has read are refused."""
+    f.must("model_type", family)
     config = ModelConfig(
         vocab_size=f.size("vocab_size"),
-        hidden_size=width,
+        hidden_size=f.size("hidden_size"),
         stacks=stacks(layers),
         norm_eps=f.number("rms_norm_eps", 1e-6),
         tie_embeddings=bool(f.get("tie_word_embeddings", False)),
@@ -366,7 +379,7 @@ def _model(
     )
     for name, value in _FIXED.items():
         f.must(name, value)
-    f.must("attention_bias", output_bias)
+    f.must("attention_bias", attention_bias)
     f.close()
     return config
 
@@ -501,9 +514,70 @@ def _read_gpt_oss(f: Fields) -> ModelConfig:
     )
 
 
-def _count_experts(f: Fields, default: int) -> int:
+def _read_deepseek_v3(f: Fields) -> ModelConfig:
+    f.assume(intermediate_size=18_432, max_position_embeddings=4096)
+    heads, rope_dim = f.size("num_attention_heads"), f.size("qk_rope_head_dim", 64)
+    theta, scaling = _rope(f)
+    attention = LatentAttention(
+        num_heads=heads,
+        q_rank=None if f.is_null("q_lora_rank") else f.size("q_lora_rank", 1536),
+        kv_rank=f.size("kv_lora_rank", 512),
+        nope_dim=f.size("qk_nope_head_dim", 128),
+        rope_dim=rope_dim,
+        value_dim=f.size("v_head_dim", 128),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        scale_weight=float(_rope_fields(f).get("mscale_all_dim", 0.0)),
+    )
+    size = f.size("moe_intermediate_size", 2048)
+    mixture = Experts(
+        num_experts=_count_experts(f, 256, "n_routed_experts"),
+        top_k=f.size("num_experts_per_tok", 8),
+        intermediate_size=size,
+        norm_topk_prob=bool(f.get("norm_topk_prob", True)),
+        scoring="sigmoid",
+        groups=f.size("n_group", 8),
+        top_groups=f.size("topk_group", 4),
+        scale=f.number("routed_scaling_factor", 2.5),
+        correction_bias=True,
+        shared_size=size * f.size("n_shared_experts", 1),
+    )
+    for name, value in {
+        "num_key_value_heads": heads,
+        "head_dim": rope_dim,
+        "qk_head_dim": attention.nope_dim + rope_dim,
+        "rope_interleave": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    }.items():
+        f.must(name, value)
+    for name in (*_PREDICTIONS, "ep_size", "aux_loss_alpha", "seq_aux"):
+        f.get(name, None)  # of training and of layers that are left out
+    plain, dense = _dense(f), f.get("first_k_dense_replace", 3)
+    layers = [
+        Block(attention, plain(i) if i < dense else mixture)
+        for i in range(f.size("num_hidden_layers"))
+    ]
+    return _assemble(f, "deepseek_v3", layers)
+
+
+# How many layers follow the model's own to predict further tokens, in either of two names.
+_PREDICTIONS = "num_nextn_predict_layers", "num_mtp_layers"
+
+
+def left_out(values: Mapping[str, Any], config: ModelConfig) -> tuple[str, ...]:
+    """How the names of weights begin that the fields announce and the model does not use.
+
+    They are those of layers for multi-token prediction.
+    """
+    count = next((values[name] for name in _PREDICTIONS if values.get(name)), 0)
+    return tuple(f"model.layers.{config.num_layers + i}." for i in range(count))
+
+
+def _count_experts(f: Fields, default: int, first: str = "num_experts") -> int:
     """The number of experts, which goes by two names."""
-    names = "num_experts", "num_local_experts"
+    names = first, "num_local_experts"
     count = f.size(names[0] if names[0] in f else names[1], default)
     for name in names:
         f.must(name, count)
@@ -528,7 +602,30 @@ def _sparse(f: Fields, mixture: Experts) -> Callable[[int], Dense | Experts]:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    """The fields that all families share; the layers' attention must be one and the same."""
+    """The fields that all families of grouped-query attention share.
+
+    The layers' attention must be one and the same.
+    """
+    attention = _attentions(config)[0]
+    return {
+        **_write_any(config),
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+    }
+
+
+def _attentions(config: ModelConfig) -> list[Attention]:
+    """Each layer's attention, in families that know no other kind."""
+    found = [b.attention for b in config.layers if isinstance(b.attention, Attention)]
+    if len(found) < config.num_layers:
+        raise ValueError(
+            f"family {config.family!r} cannot express latent attention; use 'deepseek_v3'"
+        )
+    return found
+
+
+def _write_any(config: ModelConfig) -> dict[str, Any]:
+    """The fields that all families share."""
     attention = config.layers[0].attention
     dense = [b.feed_forward for b in config.layers if isinstance(b.feed_forward, Dense)]
     return {
@@ -537,8 +634,6 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
         "intermediate_size": dense[0].intermediate_size if dense else config.hidden_size * 4,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
@@ -582,7 +677,7 @@ def _write_llama(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_windows(config: ModelConfig) -> dict[str, Any]:
-    windows = [b.attention.window for b in config.layers]
+    windows = [a.window for a in _attentions(config)]
     return {
         "sliding_window": next((w for w in windows if w), None),
         "layer_types": [_SLIDING if w else _FULL for w in windows],
@@ -632,7 +727,7 @@ def _write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
     return {
         **_write_qwen2(config),
         **_write_sparse(config),
-        "qkv_bias": config.layers[0].attention.bias,
+        "qkv_bias": _attentions(config)[0].bias,
         "shared_expert_intermediate_size": _mixture(config).shared_size or None,
     }
 
@@ -655,7 +750,7 @@ def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
         "intermediate_size": mixture.intermediate_size,
         "num_local_experts": mixture.num_experts,
         "num_experts_per_tok": mixture.top_k,
-        "sliding_window": config.layers[0].attention.window,
+        "sliding_window": _attentions(config)[0].window,
     }
 
 
@@ -664,8 +759,39 @@ def _write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
     fields["sliding_window"] = fields["sliding_window"] or 128  # it must be a number
     if fields["rope_scaling"] is None:  # to say nothing means YaRN here
         fields["rope_parameters"] = {"rope_type": "default", "rope_theta": fields["rope_theta"]}
-    fields["attention_bias"] = config.layers[0].attention.output_bias
+    fields["attention_bias"] = _attentions(config)[0].output_bias
     return fields
+
+
+def _write_deepseek_v3(config: ModelConfig) -> dict[str, Any]:
+    attention, mixture = config.layers[0].attention, _mixture(config)
+    if not isinstance(attention, LatentAttention):
+        raise ValueError(f"family 'deepseek_v3' cannot express {attention}; use another family")
+    fields = _write_any(config)
+    if attention.scale_weight:
+        fields["rope_scaling"]["mscale_all_dim"] = attention.scale_weight
+    return {
+        **fields,
+        "num_key_value_heads": attention.num_heads,
+        "q_lora_rank": attention.q_rank,
+        "kv_lora_rank": attention.kv_rank,
+        "qk_nope_head_dim": attention.nope_dim,
+        "qk_rope_head_dim": attention.rope_dim,
+        "v_head_dim": attention.value_dim,
+        "rope_interleave": True,
+        "n_routed_experts": mixture.num_experts,
+        "num_experts_per_tok": mixture.top_k,
+        "moe_intermediate_size": mixture.intermediate_size,
+        "norm_topk_prob": mixture.norm_topk_prob,
+        "n_group": mixture.groups,
+        "topk_group": mixture.top_groups,
+        "routed_scaling_factor": mixture.scale,
+        "n_shared_experts": mixture.shared_size // mixture.intermediate_size,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "first_k_dense_replace": config.mixture_layers[0],
+        "num_nextn_predict_layers": 0,
+    }
 
 
 _ATTENTION = "model.layers.{layer}.self_attn."
@@ -746,6 +872,22 @@ _GPT_OSS: Table = {
     "experts/down_bias": all_experts(_MLP + "experts.down_proj_bias", 2),
 }
 
+_DEEPSEEK_V3: Table = {
+    **_LLAMA,
+    **_EXPERTS,
+    "attention/q": to_heads(_ATTENTION + "q_proj.weight", interleaved=True),
+    "attention/q_up": to_heads(_ATTENTION + "q_b_proj.weight", interleaved=True),
+    "attention/q_down": linear(_ATTENTION + "q_a_proj.weight"),
+    "attention/q_norm": vector(_ATTENTION + "q_a_layernorm.weight"),
+    "attention/kv_down": linear(_ATTENTION + "kv_a_proj_with_mqa.weight", interleaved=True),
+    "attention/kv_norm": vector(_ATTENTION + "kv_a_layernorm.weight"),
+    "attention/kv_up": to_heads(_ATTENTION + "kv_b_proj.weight"),
+    "experts/correction": vector(_MLP + "gate.e_score_correction_bias"),
+    "experts/shared/gate": linear(_MLP + "shared_experts.gate_proj.weight"),
+    "experts/shared/up": linear(_MLP + "shared_experts.up_proj.weight"),
+    "experts/shared/down": linear(_MLP + "shared_experts.down_proj.weight"),
+}
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(_read_llama, _write_llama, _LLAMA, "LlamaForCausalLM"),
     "qwen2": Family(_read_qwen2, _write_qwen2, _QWEN2, "Qwen2ForCausalLM"),
@@ -756,6 +898,9 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "olmoe": Family(_read_olmoe, _write_olmoe, _OLMOE, "OlmoeForCausalLM"),
     "mixtral": Family(_read_mixtral, _write_mixtral, _MIXTRAL, "MixtralForCausalLM"),
+    "deepseek_v3": Family(
+        _read_deepseek_v3, _write_deepseek_v3, _DEEPSEEK_V3, "DeepseekV3ForCausalLM"
+    ),
     "gpt_oss": Family(_read_gpt_oss, _write_gpt_oss, _GPT_OSS, "GptOssForCausalLM"),
 }
 """`model_type` of config.json -> family."""

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from rljax import mesh as meshes
-from rljax.models.config import Experts, ModelConfig
+from rljax.models.config import Experts, LatentAttention, ModelConfig
 from rljax.models.parameters import Parameter, Params, declare
 
 Slices = tuple[slice, ...]
@@ -32,8 +32,10 @@ class Weight:
       part: Which of `parts` parameters it is that are stored in one array, taking turns along its
         last dimension.
       parts: How many they are.
-      interleaved: Whether the rotary pairs of each head stand next to each other, as in GGUF
-        files of llama; ours, and transformers', are the two halves of the head.
+      interleaved: Whether rotary pairs stand next to each other in the stored array's first
+        dimension, as in GGUF files of llama; ours are halves apart. Our dimension that ends it is
+        never split over devices.
+      rotary: How many numbers at the end of that dimension are rotated; None: all.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Weight:
     part: int = 0
     parts: int = 1
     interleaved: bool = False
+    rotary: int | None = None
 
     def _flat_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(math.prod(shape[d] for d in group) for group in self.axes)
@@ -64,9 +67,6 @@ class Weight:
 
     def from_stored(self, array: np.ndarray, shape: Sequence[int], box: Slices) -> np.ndarray:
         """Turns what `stored_slices` cut out into our `box`; a view where it can be."""
-        if self.interleaved:
-            half = shape[self.axes[0][-1]] // 2
-            array = array.reshape(-1, half, 2, *array.shape[1:]).swapaxes(1, 2)
         array = array[..., self.part :: self.parts]
         sizes, cut = [], [slice(None)] * len(shape)
         for first, *rest in self.axes:
@@ -74,14 +74,24 @@ class Weight:
             for d in rest:
                 cut[d] = box[d]
         order = np.argsort([d for group in self.axes for d in group])
-        return array.reshape(sizes).transpose(order)[tuple(cut)]
+        array = array.reshape(sizes).transpose(order)
+        if self.interleaved:
+            array = array.take(self._halves(shape), axis=self.axes[0][-1])
+        return array[tuple(cut)]
 
     def to_stored(self, array: np.ndarray) -> np.ndarray:
         """Turns a whole parameter of ours into its part of what the file holds."""
         if self.interleaved:
-            raise ValueError(f"{self.name}: files with interleaved rotary pairs are only read")
+            array = array.take(np.argsort(self._halves(array.shape)), axis=self.axes[0][-1])
         order = [d for group in self.axes for d in group]
         return np.ascontiguousarray(array.transpose(order).reshape(self._flat_shape(array.shape)))
+
+    def _halves(self, shape: Sequence[int]) -> np.ndarray:
+        """Which stored number stands at each place of ours, along the dimension with pairs."""
+        size = shape[self.axes[0][-1]]
+        first = size - (size if self.rotary is None else self.rotary)
+        pairs = np.arange(first, size)
+        return np.concatenate([np.arange(first), pairs[::2], pairs[1::2]])
 
 
 def vector(name: str) -> Weight:
@@ -99,9 +109,9 @@ def rows(name: str) -> Weight:
     return Weight(name, ((0,), (1,)))
 
 
-def linear(name: str) -> Weight:
+def linear(name: str, interleaved: bool = False) -> Weight:
     """A matrix [in, out], stored [out, in] as torch's Linear does."""
-    return Weight(name, ((1,), (0,)))
+    return Weight(name, ((1,), (0,)), interleaved=interleaved)
 
 
 def to_heads(name: str, interleaved: bool = False) -> Weight:
@@ -171,11 +181,12 @@ def entries(config: ModelConfig, table: Table) -> list[Entry]:
     out = []
     for path, parameter in jax.tree_util.tree_flatten_with_path(declare(config))[0]:
         keys = _keys(path)
-        layers, within = None, keys
+        layers, within, attention = None, keys, None
         if keys[0] == "stacks":
             number, place = int(keys[1]), int(keys[2])
             within = keys[3:]
             stack = config.stacks[number]
+            attention = stack.pattern[place].attention
             first = place + sum(len(s.pattern) * s.repeats for s in config.stacks[:number])
             layers = tuple(first + r * len(stack.pattern) for r in range(stack.repeats))
             if within[0] == "feed_forward":
@@ -188,8 +199,11 @@ def entries(config: ModelConfig, table: Table) -> list[Entry]:
                 f"family {config.family!r} stores no parameter {key!r}; change the configuration "
                 "or its family"
             )
-        experts = parameter.shape[1] if "{expert}" in table[key].name else None
-        out.append(Entry(keys, parameter, table[key], layers, experts))
+        weight = table[key]
+        if weight.interleaved and isinstance(attention, LatentAttention):
+            weight = dataclasses.replace(weight, rotary=attention.rope_dim)
+        experts = parameter.shape[1] if "{expert}" in weight.name else None
+        out.append(Entry(keys, parameter, weight, layers, experts))
     return out
 
 

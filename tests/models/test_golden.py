@@ -14,7 +14,7 @@ from rljax.models import families, forward, weights
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "models"
 # Those whose gradients are compared too: one kind each of attention and of feed-forward.
-GRADIENTS = ["qwen2", "qwen3_moe_mixed", "qwen2_moe", "gpt_oss"]
+GRADIENTS = ["qwen2", "qwen3_moe_mixed", "qwen2_moe", "gpt_oss", "deepseek_v3"]
 MODELS = [
     "llama",
     "llama_tied",
@@ -29,6 +29,8 @@ MODELS = [
     "olmoe",
     "olmoe_grouped",
     "gpt_oss",
+    "deepseek_v3",
+    "deepseek_v3_direct",
 ]
 WIDTH = 24
 
@@ -141,6 +143,23 @@ def test_names_and_shapes_are_those_transformers_saves(family):
         fields["shared_expert_intermediate_size"] = 16
     if family in ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "gpt_oss"):
         fields |= {"num_experts": 4, "num_experts_per_tok": 2}
+    if family == "deepseek_v3":
+        fields |= {
+            "num_hidden_layers": 2,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+            "head_dim": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+        }
     config = families.read_fields(fields, "config.json")
     found = {
         entry.name(i).replace("experts.3.", "experts.{e}."): entry.weight.stored_shape(entry.inner)

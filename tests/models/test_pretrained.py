@@ -1,5 +1,6 @@
 """Weight files: what is read is what was written, and what does not fit is refused by name."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -33,6 +34,8 @@ MODELS = [
     "olmoe",
     "olmoe_grouped",
     "gpt_oss",
+    "deepseek_v3",
+    "deepseek_v3_direct",
 ]
 
 
@@ -82,7 +85,9 @@ def test_saved_and_read_again_is_bit_equal(name, tmp_path):
         assert_equal_trees(params, back)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3"]
+)
 def test_saves_the_weights_that_it_read(name, tmp_path):
     config, params = models.from_pretrained(GOLDEN / name, dtype=jnp.bfloat16)
     models.save_pretrained(tmp_path, config, params)
@@ -90,6 +95,22 @@ def test_saves_the_weights_that_it_read(name, tmp_path):
     got = load_file(tmp_path / "model.safetensors")
     assert want.keys() == got.keys()
     assert all(np.array_equal(want[k], got[k]) and want[k].dtype == got[k].dtype for k in want)
+
+
+def test_layers_of_multi_token_prediction_are_left_out_and_said_to_be(tmp_path, caplog):
+    folder = Path(shutil.copytree(GOLDEN / "deepseek_v3", tmp_path / "model"))
+    last, further = "model.layers.2.input_layernorm.weight", "model.layers.3.eh_proj.weight"
+    edit_weights(folder, lambda a: a.update({further: a[last]}))
+    with caplog.at_level("INFO", logger="rljax"):
+        config, params = models.from_pretrained(folder)
+    assert "1 weights of multi-token prediction (model.layers.3.*) are left out" in caplog.text
+    assert_equal_trees(params, models.from_pretrained(GOLDEN / "deepseek_v3")[1])
+    models.save_pretrained(tmp_path / "saved", config, params)
+    fields = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert fields["num_nextn_predict_layers"] == 0
+    # Where the configuration announces none, they are surplus.
+    edit_config(folder, num_nextn_predict_layers=0)
+    assert f"weight {further!r} (32,) has no place" in refusal(folder)
 
 
 def test_large_models_are_saved_in_several_files(tmp_path):
@@ -132,6 +153,7 @@ def test_extra_fields_are_written(tmp_path):
         ("qwen3_moe", {"data": 2, "fsdp": 4}),
         ("qwen3_moe", {"expert": 2, "fsdp": 2, "tensor": 2}),
         ("gpt_oss", {"expert": 2, "fsdp": 2, "tensor": 2}),
+        ("deepseek_v3", {"expert": 2, "fsdp": 2, "tensor": 2}),
     ],
 )
 def test_read_onto_a_mesh(name, sizes):
@@ -359,6 +381,17 @@ def test_configurations_that_are_not_supported_are_refused_by_name(folder, field
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not supported, only 7.0 is"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported, only 1.702 is"),
         ("gpt_oss", {"experts_per_token": 3}, "experts_per_token=3 is not supported, only 2 is"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False is not supported"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2 is not supported"),
+        ("deepseek_v3", {"n_group": 3}, "groups=3 must cut num_experts=8 into equal groups"),
+        ("deepseek_v3", {"topk_group": 1}, "top_groups=1 of 4 groups of 2 must hold top_k=3"),
+        (
+            "deepseek_v3",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config (quant_method='fp8') is not supported; save the model dequant",
+        ),
         ("gpt_oss", {"rope_parameters": None}, "has neither rope_parameters nor rope_scaling"),
     ],
 )
@@ -429,10 +462,14 @@ def test_what_a_family_cannot_express_is_not_saved(tmp_path):
         ({"family": "qwen3", "num_experts": 2}, "family 'qwen3' cannot express layer 0"),
         ({"family": "mixtral", "num_experts": 2}, "family 'mixtral' cannot express layer 0"),
         ({"family": "gpt_oss", "num_experts": 2}, "family 'gpt_oss' cannot express layer 0"),
+        ({"family": "deepseek_v3", "num_experts": 2}, "family 'deepseek_v3' cannot express Att"),
         ({"family": "mamba"}, "model_type='mamba' is not supported"),
     ]:
         with pytest.raises(ValueError, match=message):
             save(**changes)
+    latent = dataclasses.replace(models.from_pretrained(GOLDEN / "deepseek_v3")[0], family="qwen3")
+    with pytest.raises(ValueError, match="family 'qwen3' cannot express latent attention"):
+        models.save_pretrained(tmp_path, latent, models.abstract(latent))
     assert not list(tmp_path.iterdir())
 
 
@@ -454,6 +491,15 @@ def test_stored_and_back_for_any_cut():
     for weight in (weights.to_heads("w"), weights.from_heads("w")):
         stored = weight.to_stored(array)
         assert stored.shape == weight.stored_shape(shape)
+        for box in boxes:
+            part = stored[weight.stored_slices(shape, box)]
+            assert np.array_equal(weight.from_stored(part, shape, box), array[box])
+    # Rotary pairs next to each other: all of a head, or its last four numbers.
+    for rotary, pairs in ((None, [0, 2, 4, 6, 1, 3, 5, 7]), (4, [0, 1, 2, 3, 4, 6, 5, 7])):
+        weight = dataclasses.replace(weights.to_heads("w", interleaved=True), rotary=rotary)
+        stored = weight.to_stored(array)
+        heads = stored.reshape(4, 8, 6)
+        assert np.array_equal(heads[:, pairs].transpose(2, 0, 1), array)
         for box in boxes:
             part = stored[weight.stored_slices(shape, box)]
             assert np.array_equal(weight.from_stored(part, shape, box), array[box])

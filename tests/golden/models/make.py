@@ -12,7 +12,7 @@ norm and its dot product with cos(0, 1, 2, ...).
 32 and the factor of cosines and sines.
 
 `names.json` holds the names and shapes of weights that transformers 5.24 saves for one layer of
-each family; `{e}` stands for every expert.
+each kind in each family; `{e}` stands for every expert.
 """
 
 import argparse
@@ -41,6 +41,14 @@ BASE = {
 }
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 12,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -168,6 +176,45 @@ MODELS = {
         },
         torch.bfloat16,
     ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **BASE,
+            **LATENT,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.9,
+            },
+        },
+        torch.bfloat16,
+    ),
+    "deepseek_v3_direct": (
+        "DeepseekV3",
+        {
+            **BASE,
+            **LATENT,
+            "first_k_dense_replace": 0,
+            "q_lora_rank": None,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+        },
+        torch.bfloat16,
+    ),
 }
 LENGTHS = (12, 7, 5)
 YARN = (
@@ -195,6 +242,9 @@ def make_model(name: str) -> None:
             clamped = kind == "GptOss" and "gate_up_proj" in key
             scale = 0.6 if clamped else 0.3 if embedding else 0.2
             p.copy_(1 + 0.3 * spread if norm else spread * scale)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     folder = HERE / name
     shutil.rmtree(folder, ignore_errors=True)
     model.to(dtype).save_pretrained(folder)
@@ -221,6 +271,8 @@ def make_model(name: str) -> None:
     with torch.no_grad(), tempfile.TemporaryDirectory() as saved:
         for p in model.parameters():
             p.copy_(p.grad)
+        for buffer in model.buffers():
+            buffer.zero_()
         model.save_pretrained(saved)
         grads = load_file(Path(saved) / "model.safetensors")
     gradients = {}
