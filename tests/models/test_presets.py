@@ -12,6 +12,8 @@ PUBLISHED = {
     "qwen2.5-math-7b": 7_615_616_512,
     "qwen3-30b-a3b": 30_532_122_624,
     "llama-3.2-3b": 3_212_749_824,
+    # Of all layers but the one for multi-token prediction; the model card says 671B.
+    "deepseek-v3": 671_026_419_200,
 }
 
 
@@ -25,9 +27,16 @@ def test_active_parameters():
     assert models.count_active(qwen3) == pytest.approx(3.3e9, rel=0.02)
     embeddings = 2 * qwen3.vocab_size * qwen3.hidden_size
     assert round((models.count(qwen3) - embeddings) / 1e9, 1) == 29.9
+    assert models.count_active(presets.deepseek_v3()) == pytest.approx(37e9, rel=0.02)
     dense = presets.qwen2_5_7b()
     assert models.count_active(dense) == models.count(dense)
     assert round((models.count(dense) - 2 * 152_064 * 3584) / 1e9, 2) == 6.53
+
+
+def test_the_largest_is_as_large_as_it_is_called():
+    config = presets.PRESETS["mixture-1.6t"]()
+    assert models.count(config) == pytest.approx(1.6e12, rel=0.02)
+    assert models.count_active(config) == pytest.approx(49e9, rel=0.02)
 
 
 def test_sizes_of_the_small_ones():
@@ -109,7 +118,64 @@ def test_published_config_json_is_read_as_the_preset():
         "use_cache": True,
         "vocab_size": 128256,
     }
-    for fields, preset in ((qwen, presets.qwen2_5_7b()), (llama, presets.llama_3_2_3b())):
+    # DeepSeek-V3's, but for its quantization_config, which is refused.
+    deepseek = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {},
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "ep_size": 1,
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "initializer_range": 0.02,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.33.1",
+        "use_cache": True,
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    }
+    for fields, preset in (
+        (qwen, presets.qwen2_5_7b()),
+        (llama, presets.llama_3_2_3b()),
+        (deepseek, presets.deepseek_v3()),
+    ):
         found = families.read_fields(fields, "config.json")
         for name in ("stacks", "vocab_size", "norm_eps", "tie_embeddings", "max_position"):
             assert getattr(found, name) == getattr(preset, name), name
