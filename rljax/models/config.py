@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 
@@ -35,6 +36,14 @@ class Yarn:
     beta_slow: float = 1.0
     magnitude: float = 1.0
     truncate: bool = True
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """By how much YaRN scales queries and keys for a context `factor` longer (its eq. 22).
+
+    `weight` multiplies the logarithm, as DeepSeek's `mscale` and `mscale_all_dim` do.
+    """
+    return 1.0 + 0.1 * weight * math.log(factor) if factor > 1 else 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +229,7 @@ def decoder(
     bias: bool = False,
     qk_norm: Literal["head", "full"] | None = "head",
     rope_theta: float = 10_000.0,
-    rope_scaling: RopeScaling | None = None,
+    rope_scaling: RopeScaling | Yarn | None = None,
     norm_eps: float = 1e-6,
     tie_embeddings: bool = True,
     dtype: Literal["float32", "bfloat16"] = "float32",

@@ -18,6 +18,8 @@ from rljax.models.config import (
     ModelConfig,
     RopeScaling,
     Stack,
+    Yarn,
+    yarn_magnitude,
 )
 from rljax.models.experts import CLAMP, GAIN
 from rljax.models.weights import (
@@ -218,36 +220,69 @@ def stacks(layers: Sequence[Block]) -> tuple[Stack, ...]:
     return tuple(out)
 
 
-def _rope(f: Fields) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, as transformers 5 (`rope_parameters`) and 4 (two fields) write them."""
-    old = f.get("rope_scaling", None)
-    values = {"rope_theta": f.get("rope_theta", 10_000.0)}
-    values.update(old or f.get("rope_parameters", {}))
-    f.get("rope_parameters", None)
-    rope = Fields(values, f"{f.where}, rope parameters")
+def _rope_fields(f: Fields) -> Fields:
+    """What is said of rotary embeddings, as transformers 5 (one field) and 4 (two) write it."""
+    old, new = f.get("rope_scaling", None), f.get("rope_parameters", {})
+    values = {"rope_theta": f.get("rope_theta", 10_000.0), **(old or new)}
+    return Fields(values, f"{f.where}, rope parameters")
+
+
+def _rope(f: Fields) -> tuple[float, RopeScaling | Yarn | None]:
+    """Base and scaling of the rotary embeddings."""
+    rope = _rope_fields(f)
     rope.must("partial_rotary_factor", 1.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = rope.number("rope_theta", 10_000.0)
     if kind == "default":
         rope.close(("original_max_position_embeddings",))
         return theta, None
-    if kind != "llama3":
+    readers: dict[str, Callable[[Fields, int], RopeScaling | Yarn]] = {
+        "llama3": _read_llama3,
+        "yarn": _read_yarn,
+    }
+    if kind not in readers:
         raise ValueError(
-            f"{f.where}: rope_type={kind!r} is not supported, only 'default' and 'llama3' are"
+            f"{f.where}: rope_type={kind!r} is not supported, only 'default', 'llama3' and "
+            "'yarn' are"
         )
-    for name in ("factor", "low_freq_factor", "high_freq_factor"):
+    original = rope.size("original_max_position_embeddings", f.get("max_position_embeddings", None))
+    scaling = readers[kind](rope, original)
+    rope.close(())
+    return theta, scaling
+
+
+def _needs(rope: Fields, kind: str, names: Sequence[str]) -> None:
+    for name in names:
         if name not in rope:
-            raise ValueError(f"{f.where}: rope_type='llama3' needs {name!r}, which is absent")
-    scaling = RopeScaling(
+            raise ValueError(f"{rope.where}: rope_type={kind!r} needs {name!r}, which is absent")
+
+
+def _read_llama3(rope: Fields, original: int) -> RopeScaling:
+    _needs(rope, "llama3", ("factor", "low_freq_factor", "high_freq_factor"))
+    return RopeScaling(
         factor=rope.number("factor", 1.0),
         low_freq_factor=rope.number("low_freq_factor", 1.0),
         high_freq_factor=rope.number("high_freq_factor", 1.0),
-        original_max_position=rope.size(
-            "original_max_position_embeddings", f.get("max_position_embeddings", None)
-        ),
+        original_max_position=original,
     )
-    rope.close(())
-    return theta, scaling
+
+
+def _read_yarn(rope: Fields, original: int) -> Yarn:
+    _needs(rope, "yarn", ("factor",))
+    factor = rope.number("factor", 1.0)
+    magnitude = yarn_magnitude(factor)
+    # Two weights of the logarithm count only together; alone, mscale_all_dim scales scores.
+    over, under = rope.get("mscale", 0.0), rope.get("mscale_all_dim", 0.0)
+    if over and under:
+        magnitude = yarn_magnitude(factor, over) / yarn_magnitude(factor, under)
+    return Yarn(
+        factor=factor,
+        original_max_position=original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        magnitude=rope.number("attention_factor", magnitude),
+        truncate=bool(rope.get("truncate", True)),
+    )
 
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -496,8 +531,6 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     """The fields that all families share; the layers' attention must be one and the same."""
     attention = config.layers[0].attention
     dense = [b.feed_forward for b in config.layers if isinstance(b.feed_forward, Dense)]
-    # rope_theta and rope_scaling are read by transformers 4 and 5 alike.
-    scaling = attention.rope_scaling
     return {
         "model_type": config.family,
         "vocab_size": config.vocab_size,
@@ -510,20 +543,37 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "rope_theta": attention.rope_theta,
-        "rope_scaling": None
-        if not isinstance(scaling, RopeScaling)
-        else {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position,
-        },
+        # rope_theta and rope_scaling are read by transformers 4 and 5 alike.
+        "rope_scaling": _write_scaling(attention.rope_scaling),
         "max_position_embeddings": config.max_position,
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": False,
         "bos_token_id": None,
         "eos_token_id": None,
+    }
+
+
+def _write_scaling(scaling: RopeScaling | Yarn | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    fields = {
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_max_position,
+    }
+    if isinstance(scaling, Yarn):
+        return {
+            "rope_type": "yarn",
+            **fields,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "attention_factor": scaling.magnitude,
+            "truncate": scaling.truncate,
+        }
+    return {
+        "rope_type": "llama3",
+        **fields,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
     }
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rljax import models
-from rljax.models import families, weights
+from rljax.models import families, forward, weights
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "models"
 # Those whose gradients are compared too: one kind each of attention and of feed-forward.
@@ -29,6 +29,7 @@ MODELS = [
     "olmoe",
     "olmoe_grouped",
     "gpt_oss",
+    "gpt_oss_yarn",
 ]
 WIDTH = 24
 
@@ -150,3 +151,20 @@ def test_names_and_shapes_are_those_transformers_saves(family):
     }
     saved = json.loads((GOLDEN / "names.json").read_text())[family]
     assert found == {name: tuple(shape) for name, shape in saved.items()}
+
+
+@pytest.mark.parametrize("case", json.loads((GOLDEN / "yarn.json").read_text()))
+@pytest.mark.parametrize("field", ["rope_parameters", "rope_scaling"])
+def test_yarn_is_read_and_written_as_transformers_computes_it(case, field):
+    fields = json.loads((GOLDEN / "qwen3" / "config.json").read_text())
+    fields |= {"head_dim": 32, "max_position_embeddings": 256, "rope_parameters": None}
+    rope = dict(case["fields"])
+    if field == "rope_scaling":  # as transformers 4 wrote it
+        fields["rope_theta"], rope["type"] = rope.pop("rope_theta"), rope.pop("rope_type")
+    config = families.read_fields({**fields, field: rope}, "config.json")
+    for found in (config, families.read_fields(families.write_fields(config), "config.json")):
+        attention = found.layers[0].attention
+        scaling = attention.rope_scaling
+        got = forward.rope_frequencies(32, attention.rope_theta, scaling)
+        np.testing.assert_allclose(got, case["frequencies"], rtol=2e-6)
+        assert scaling.magnitude == pytest.approx(case["magnitude"], rel=1e-7)

@@ -33,6 +33,7 @@ MODELS = [
     "olmoe",
     "olmoe_grouped",
     "gpt_oss",
+    "gpt_oss_yarn",
 ]
 
 
@@ -316,8 +317,13 @@ def test_weights_that_are_no_floats_are_refused(folder):
         ({"layer_types": ["full_attention"]}, "layer_types says 1 layers, num_hidden_layers=2"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear' is not supp"),
         (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
-            "rope_type='yarn' is not supported, only 'default' and 'llama3' are",
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}},
+            "rope_type='longrope' is not supported, only 'default', 'llama3' and 'yarn' are",
+        ),
+        ({"rope_scaling": {"type": "yarn", "beta_fast": 16}}, "rope_type='yarn' needs 'factor'"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_mid": 2}},
+            "field beta_mid=2 is not supported",
         ),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
@@ -392,7 +398,8 @@ def test_windows_are_those_that_transformers_sees(family, fields, windows):
         "vocab_size": 8,
         "hidden_size": 8,
         "num_hidden_layers": 4,
-        "num_attention_heads": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "intermediate_size": 8,
         "rope_parameters": {"rope_type": "default"},
         "use_sliding_window": True,

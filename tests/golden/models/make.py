@@ -1,12 +1,15 @@
 """Makes the golden files of this folder with torch 2.13 and transformers 5.24.
 
-    python tests/golden/models/make.py                          the tiny models
+    python tests/golden/models/make.py                          the tiny models and yarn.json
     python tests/golden/models/make.py --smollm2 MODEL.gguf     smollm2.json (accelerate, gguf)
 
 Each folder holds a tiny random model as transformers saves it, and `expected.json`:
 `rows` are token ids with their positions, each run alone in float32; `logits` are what came out.
 `gradients` are of the summed -log p of each row's tokens after the first: for every weight its
 norm and its dot product with cos(0, 1, 2, ...).
+
+`yarn.json` holds, for rotary parameters with and without each option, the frequencies of a head of
+32 and the factor of cosines and sines.
 
 `names.json` holds the names and shapes of weights that transformers 5.24 saves for one layer of
 each family; `{e}` stands for every expert.
@@ -23,6 +26,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 HERE = Path(__file__).parent
 BASE = {
@@ -167,6 +171,15 @@ MODELS = {
 }
 LENGTHS = (12, 7, 5)
 PLACES, WINDOW_PLACES = [0, 1, 5, 6, 20, 50], [20, 21, 22, 23, 24, 25]
+YARN = (
+    {"factor": 4.0, "original_max_position_embeddings": 64},
+    {"factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0},
+    {"factor": 40, "original_max_position_embeddings": 4096, "mscale": 0.5, "mscale_all_dim": 0.9},
+    {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+    {"factor": 8.0, "original_max_position_embeddings": 128, "beta_fast": 16, "beta_slow": 2},
+    {"factor": 8.0, "original_max_position_embeddings": 128, "mscale_all_dim": 0.9},
+    {"factor": 8.0, "attention_factor": 0.7, "mscale": 0.5, "mscale_all_dim": 0.9},
+)
 
 
 def make_model(name: str) -> None:
@@ -224,6 +237,19 @@ def make_model(name: str) -> None:
     print(name, {f.name: f.stat().st_size for f in sorted(folder.iterdir())})
 
 
+def make_yarn() -> None:
+    cases = []
+    for case in YARN:
+        fields = {"rope_type": "yarn", "rope_theta": 150_000.0, **case}
+        config = transformers.Qwen3Config(
+            head_dim=32, max_position_embeddings=256, rope_parameters=dict(fields)
+        )
+        inverse, magnitude = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+        found = [float(f"{x:.8g}") for x in inverse.tolist()]
+        cases.append({"fields": fields, "magnitude": magnitude, "frequencies": found})
+    (HERE / "yarn.json").write_text(json.dumps(cases, indent=1) + "\n")
+
+
 def make_smollm2(file: Path) -> None:
     """The 64 likeliest ids after a prompt, one by one, whatever they are (no end is heeded)."""
     load = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
@@ -259,5 +285,6 @@ if __name__ == "__main__":
     if args.smollm2:
         make_smollm2(args.smollm2)
     else:
+        make_yarn()
         for name in MODELS:
             make_model(name)
