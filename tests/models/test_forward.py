@@ -35,7 +35,33 @@ MIXTURE = models.decoder(
     top_k=2,
     tie_embeddings=False,
 )
-CONFIGS = {"dense": DENSE, "mixture": MIXTURE}
+# All that any family's attention and experts can have.
+RICH_ATTENTION = models.Attention(
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    bias=True,
+    output_bias=True,
+    qk_norm="full",
+    sinks=True,
+    window=3,
+)
+RICH_EXPERTS = models.Experts(
+    num_experts=16,
+    top_k=2,
+    intermediate_size=8,
+    router_bias=True,
+    bias=True,
+    activation="clamped",
+    shared_size=12,
+    shared_gated=True,
+)
+RICH = models.ModelConfig(
+    vocab_size=V,
+    hidden_size=16,
+    stacks=(models.Stack((models.Block(RICH_ATTENTION, RICH_EXPERTS),), 1),),
+)
+CONFIGS = {"dense": DENSE, "mixture": MIXTURE, "rich": RICH}
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +220,7 @@ def test_packed_equals_alone_with_less_padding(params, batch, name):
         alone[i, : mine.sum()], there[i, : mine.sum()] = np.asarray(tokens[r])[mine], 1
     found = run_logits(params[name], CONFIGS[name], jnp.asarray(alone), jnp.asarray(there))
     for i, (r, mine) in enumerate(rows):
-        np.testing.assert_allclose(found[i, : mine.sum()], packed[r][mine], atol=3e-6)
+        np.testing.assert_allclose(found[i, : mine.sum()], packed[r][mine], atol=5e-6)
 
 
 def test_a_broken_sequence_leaves_the_others_alone(params, batch):
