@@ -142,6 +142,15 @@ def test_router():
         np.testing.assert_allclose(
             weights, want / want.sum(1, keepdims=True) if norm else want, atol=1e-6
         )
+    # A bias takes part in the choice and in the weights.
+    bias = jnp.asarray(rng.normal(size=E), jnp.float32)
+    probs, own, _, weights = experts.route(router, x, Experts(E, K, F), bias=bias)
+    p = np.exp(z + np.asarray(bias))
+    best = np.argsort(-p, axis=1)[:, :K]
+    want = np.take_along_axis(p, best, 1)
+    assert np.array_equal(own, best)
+    np.testing.assert_allclose(probs, p / p.sum(1, keepdims=True), atol=1e-6)
+    np.testing.assert_allclose(weights, want / want.sum(1, keepdims=True), atol=1e-6)
     # In float32 whatever the hidden states are.
     half = experts.route(router.astype(jnp.bfloat16), x.astype(jnp.bfloat16), Experts(E, K, F))
     assert half[0].dtype == half[3].dtype == jnp.float32
