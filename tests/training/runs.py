@@ -11,7 +11,7 @@ SHORT = [
     "--steps=6", "--prompts_per_step=4", "--num_generations=4", "--mini_batch_size=8",
     "--slots=16", "--eval_prompts=16", "--eval_every=2", "--save_every=2", "--stop_at=0",
     "--warmup_steps=2", "--sft_target=0.9", "--sft_max_steps=4", "--sft_eval_every=2",
-    "--sft_batch_size=32", "--entropy_target=9",
+    "--sft_batch_size=32",
 ]  # fmt: skip
 
 

@@ -6,17 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import jax
 import pytest
 
-from experiments.flags import parse
-from rljax import losses as L
 from rljax import models
-from rljax.config import PRESETS, Config, ObjectiveName, ObjectiveSettings
+from rljax.config import PRESETS, Config
 from rljax.data import CharTokenizer
-from rljax.training.setup import make_objective
 
 sys.path.insert(0, str(Path(__file__).parent))
 from runs import ROOT, command
@@ -159,19 +155,6 @@ def test_presets_are_valid_and_documented(name):
     config.check()
     hash(config)
     assert "Command:" in PRESETS[name].__doc__ and "Cost" in PRESETS[name].__doc__
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("name", get_args(ObjectiveName))
-def test_every_objective_goes_with_the_default_preset(name):
-    """A preset's window stays behind where another objective is asked for."""
-    flags = ["--objective", name, *(["--teacher=t"] if name == "distillation" else [])]
-    _, config = parse(flags, "train")
-    config.check()
-    objective = make_objective(config)
-    assert objective == getattr(L, name)() if name in ("grpo", "cispo", "ppo") else objective.needs
-    unset = dataclasses.replace(config.objective, objective="gspo")
-    assert (unset == ObjectiveSettings()) == (name != "gspo")
 
 
 @pytest.mark.smoke
