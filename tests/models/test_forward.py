@@ -273,6 +273,21 @@ def test_attention_keeps_what_is_not_finite_where_it_is():
             assert np.array_equal(g[:, :2], w[:, :2])
 
 
+def test_entropy_is_in_nats_of_the_distribution_at_that_temperature():
+    config = models.decoder(
+        vocab_size=3, hidden_size=3, num_layers=1, num_heads=1, head_dim=2, intermediate_size=2,
+        tie_embeddings=False,
+    )  # fmt: skip
+    probabilities = jnp.asarray([[[1 / 3] * 3, [0.97, 0.02, 0.01]]])
+    params = {"output": jnp.eye(3)}
+    for temperature in (1.0, 0.5):
+        hidden = temperature * jnp.log(probabilities)
+        targets = jnp.asarray([[0, 2]])
+        logp, entropy = forward._score(params, config, hidden, targets, temperature, 8)
+        np.testing.assert_allclose(entropy[0] / np.log(2), [1.584963, 0.221941], atol=1e-6)
+        np.testing.assert_allclose(logp[0], np.log([1 / 3, 0.01]), rtol=1e-5)
+
+
 # Routing.
 
 
