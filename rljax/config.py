@@ -26,9 +26,10 @@ ObjectiveName = Literal[
     "maxrl",
     "gdpo",
     "vespo",
+    "distillation",
     "ppo",
 ]
-"""Objectives of `rljax.losses` that need no teacher."""
+"""Objectives of `rljax.losses`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,8 @@ class ModelSettings:
     """Dtype of activations and matmuls; master weights are float32 always."""
     remat: bool = False
     """Recompute each layer's activations in the backward pass: less memory, more time."""
+    teacher: str = ""
+    """distillation: a Hugging Face folder, a .gguf file, or smollm2, of the policy's vocabulary."""
     mesh: str = ""
     """Sizes of mesh axes, such as data=2,fsdp=4; empty puts all devices on fsdp."""
 
@@ -118,7 +121,10 @@ class RolloutSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveSettings:
-    """The objective. Unset values are its own defaults; one it does not take is refused."""
+    """The objective. Unset values are its own defaults; one it does not take is refused.
+
+    A preset's values hold for the preset's objective: with another one they are unset.
+    """
 
     objective: ObjectiveName = "gspo"
     """Its name in rljax.losses."""
@@ -157,6 +163,18 @@ class ObjectiveSettings:
     """DAPO: leave truncated responses out of the loss."""
     truncated_is: float | None = None
     """Cap of the truncated importance weight trainer/sampler; unset: no correction."""
+    top_entropy: float | None = None
+    """Share of the tokens, those of highest entropy at the start of the step, that train."""
+    entropy_coef: float | None = None
+    """Weight of an entropy bonus; with entropy_target the weight it starts from."""
+    entropy_target: float | None = None
+    """Entropy in nats that the bonus holds by adapting its weight after each update."""
+    clip_cov: float | None = None
+    """Clip-Cov: share of the tokens, drawn from those of high covariance between advantage and
+    log-probability, that lose their gradient (published: 2e-4)."""
+    kl_cov: float | None = None
+    """KL-Cov: weight of |log ratio| on the 2e-4 of the tokens of highest covariance (published:
+    1); goes with the plain policy gradient, so the clipping window is taken away."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,9 +313,15 @@ class Config:
         ):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        if r.num_generations < 2 and self.objective.objective != "ppo":
+        alone = ("ppo", "reinforce_plus_plus", "distillation")
+        if r.num_generations < 2 and self.objective.objective not in alone:
             raise ValueError(
                 f"num_generations={r.num_generations}: a group baseline needs at least 2"
+            )
+        if bool(self.model.teacher) != (self.objective.objective == "distillation"):
+            raise ValueError(
+                f"teacher={self.model.teacher!r} with objective={self.objective.objective}: "
+                "distillation needs a teacher, and no other objective takes one"
             )
         responses = r.prompts_per_step * r.num_generations
         if responses % o.mini_batch_size or o.mini_batch_size % r.num_generations:

@@ -161,15 +161,23 @@ class adaptive_entropy(Regulariser):
             "entropy_last": jnp.where(counted, last, state["entropy_last"]),
         }
 
+    def surrogate(self, step: Step, chosen: Bool[Array, "R T"] | None) -> Step:
+        """Reports the coefficient; J stays."""
+        coef = {"policy/entropy_coef": Mean(self._coef(step), jnp.float32(1))}
+        return step.replace(stats={**step.stats, **coef})
+
     def penalty(self, step: Step, chosen: Bool[Array, "R T"] | None) -> Float[Array, "R T"]:
         """What is added to the loss of each token."""
+        return -self._coef(step) * step.output("entropy", self)
+
+    def _coef(self, step: Step) -> Float[Array, ""]:
+        """The coefficient as it acts now."""
         if "entropy_coef" not in step.state:
             raise ValueError(
                 f"{self!r} needs its state, got none: pass state=objective.init_state()"
             )
         active = step.state["entropy_last"] <= self.target
-        coef = jnp.where(active, step.state["entropy_coef"], 0.0)
-        return -coef * step.output("entropy", self)
+        return jnp.where(active, step.state["entropy_coef"], 0.0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -171,7 +171,9 @@ class Fields:
         """
         got = self.get(name, value)
         if got != value:
-            raise ValueError(f"{self.where}: {name}={got!r} is not supported, only {value!r} is")
+            raise ValueError(
+                f"{self.where}: {name}={_short(got)} is not supported, only {_short(value)} is"
+            )
 
     def close(self, inert: frozenset[str] | Sequence[str] = _INERT) -> None:
         """Refuses fields that nobody read, unless they say that something is off.
@@ -334,8 +336,6 @@ def _model(
     output_bias: bool = False,
     qk_norm: Literal["head", "full"] | None = None,
     sinks: bool = False,
-    head_dim: int | None = None,
-    num_kv_heads: int | None = None,
     windows: Sequence[int | None] | None = None,
     feed_forward: Callable[[int], Dense | Experts],
 ) -> ModelConfig:
@@ -347,8 +347,8 @@ def _model(
     theta, scaling = _rope(f)
     attention = Attention(
         num_heads=heads,
-        num_kv_heads=f.size("num_key_value_heads", num_kv_heads or heads),
-        head_dim=f.size("head_dim", head_dim or width // heads),
+        num_kv_heads=f.size("num_key_value_heads", heads),
+        head_dim=f.size("head_dim", width // heads),
         bias=bias,
         output_bias=output_bias,
         qk_norm=qk_norm,
@@ -399,11 +399,11 @@ def _read_qwen2(f: Fields) -> ModelConfig:
 
 
 def _read_qwen3(f: Fields) -> ModelConfig:
+    f.assume(head_dim=128)
     return _model(
         f,
         "qwen3",
         qk_norm="head",
-        head_dim=128,
         windows=_windows(f, _qwen_window(f), _late(f)),
         feed_forward=_dense(f),
     )
@@ -604,7 +604,7 @@ def _sparse(f: Fields, mixture: Experts) -> Callable[[int], Dense | Experts]:
 def _write(config: ModelConfig) -> dict[str, Any]:
     """The fields that all families of grouped-query attention share.
 
-    The layers' attention must be one and the same.
+    Only windows may tell the layers' attention apart.
     """
     attention = _attentions(config)[0]
     return {
@@ -692,7 +692,7 @@ def _write_qwen(config: ModelConfig) -> dict[str, Any]:
 
 def _write_qwen2(config: ModelConfig) -> dict[str, Any]:
     fields = _write_qwen(config)
-    del fields["attention_bias"]  # it has no such field: q, k and v always have biases
+    del fields["attention_bias"]  # it has no such field
     return fields
 
 

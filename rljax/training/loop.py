@@ -158,9 +158,11 @@ def score(run: Run, groups: list[ScoredGroup], clock: Clock) -> Batch:
                 clock.values |= scores.router.metrics()
         if run.reference is not None:
             batch = batch.replace(ref_logp=run.score(run.reference, batch, shared).logp)
+        if run.teacher is not None:
+            batch = batch.replace(teacher_logp=run.teacher(batch, shared))
         if run.state.critic is not None:
             batch = batch.replace(values=run.values(run.state.critic, batch, shared))
-        jax.block_until_ready((batch.old_logp, batch.ref_logp, batch.values))
+        jax.block_until_ready((batch.old_logp, batch.ref_logp, batch.teacher_logp, batch.values))
     return batch
 
 

@@ -23,7 +23,7 @@ from rljax import losses as L
 from rljax import mesh as meshes
 from rljax import models
 from rljax.batch import Rows
-from rljax.config import Config
+from rljax.config import Config, ObjectiveSettings
 from rljax.data import (
     TASKS,
     CharTokenizer,
@@ -35,6 +35,7 @@ from rljax.data import (
     load_rows,
     load_tokenizer,
 )
+from rljax.losses.base import parts
 from rljax.models import ModelConfig, Params
 from rljax.monitoring import MetricsLog
 from rljax.rewards import Scorer
@@ -46,6 +47,11 @@ from rljax.training.checkpoints import Checkpoints, load_reference, save_referen
 from rljax.training.state import TrainState
 
 _log = logging.getLogger(__name__)
+
+# Settings that add a part to any objective.
+_ADDED = (
+    "truncated_is", "top_entropy", "entropy_coef", "entropy_target", "clip_cov", "kl_cov",
+)  # fmt: skip
 
 _MAY_CHANGE = (
     "run.steps", "run.run_dir", "run.resume", "run.save_every", "run.keep_checkpoints",
@@ -116,6 +122,7 @@ class Run:
     log: MetricsLog
     state: TrainState
     reference: Params | None
+    teacher: Callable[..., jax.Array] | None
     progress: Progress
     restored: bool
     started: float
@@ -191,11 +198,11 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
         optimizer = states.make_optimizer(config.optimizer, config.updates, with_critic)
         checkpoints = Checkpoints(directory / "checkpoints", config.run.keep_checkpoints)
         stack.callback(checkpoints.close)
-        found = checkpoints.restore(states.abstract(policy.model, optimizer, mesh, with_critic))
+        found = checkpoints.restore(states.abstract(policy.model, optimizer, objective, mesh))
         if found is None:
             params = policy.initial(mesh)
             critic = models.init_critic(params, policy.model, mesh) if with_critic else None
-            state = states.create(params, optimizer, mesh, critic)
+            state = states.create(params, optimizer, objective, mesh, critic)
             progress = Progress()
         else:
             _, state, host = found
@@ -209,6 +216,10 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
         shared: dict[str, Any] = {
             "temperature": settings.temperature,
             "most_wanted": settings.max_completion_length,
+        }
+        scoring = {
+            "parts": updates.micro_batches(rollout_rows, shards, config.optimizer.micro_batch_size),
+            "group_size": settings.num_generations if may_share else 1,
         }
         run = Run(
             config=config,
@@ -233,13 +244,7 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
                 static_argnums=2,
             ),
             score=updates.make_score(
-                policy.model,
-                **shared,
-                parts=updates.micro_batches(
-                    rollout_rows, shards, config.optimizer.micro_batch_size
-                ),
-                replay=settings.routing_replay == "sampler",
-                group_size=settings.num_generations if may_share else 1,
+                policy.model, **shared, **scoring, replay=settings.routing_replay == "sampler"
             ),
             values=updates.make_values(
                 policy.model, group_size=settings.num_generations if may_share else 1
@@ -253,6 +258,7 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
                     config.optimizer.mini_batch_size, shards, config.optimizer.micro_batch_size
                 ),
                 replay=settings.routing_replay != "none",
+                seed=config.run.seed,
             ),
             learning_rate=states.learning_rate(config.optimizer, config.updates),
             may_share=may_share,
@@ -260,6 +266,7 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
             log=log,
             state=state,
             reference=None,
+            teacher=_teacher(config, policy, mesh, shared | scoring),
             progress=progress,
             restored=found is not None,
             started=started,
@@ -320,8 +327,7 @@ def make_objective(config: Config) -> L.Objective:
     given = {
         f.name: value
         for f in dataclasses.fields(chosen)
-        if f.name not in ("objective", "truncated_is")
-        and (value := getattr(chosen, f.name)) is not None
+        if f.name not in ("objective", *_ADDED) and (value := getattr(chosen, f.name)) is not None
     }
     for name in given:
         if name not in taken:
@@ -344,11 +350,45 @@ def make_objective(config: Config) -> L.Objective:
         given["reward_weights"] = rewards.reward_weights or (1.0,) * len(rewards.rewards)
     if chosen.objective == "dr_grpo":
         given["length"] = longest
-    objective = build(**given)
+    return _with_additions(build(**given), chosen)
+
+
+def _with_additions(objective: L.Objective, chosen: ObjectiveSettings) -> L.Objective:
+    """The objective with the parts that any may have."""
+    corrections, masks, terms = (
+        list(objective.corrections),
+        list(objective.masks),
+        list(objective.regularisers),
+    )
+    policy = objective.policy
     if chosen.truncated_is is not None:
-        correction = L.truncated_is(cap=chosen.truncated_is)
-        objective = dataclasses.replace(objective, corrections=(*objective.corrections, correction))
-    return objective
+        corrections.append(L.truncated_is(cap=chosen.truncated_is))
+    if chosen.top_entropy is not None:
+        masks.append(L.top_entropy(chosen.top_entropy))
+    if chosen.entropy_target is not None:
+        adaptive = L.adaptive_entropy(chosen.entropy_target)
+        if chosen.entropy_coef is not None:
+            adaptive = dataclasses.replace(adaptive, initial=chosen.entropy_coef)
+        terms.append(adaptive)
+    elif chosen.entropy_coef is not None:
+        terms.append(L.entropy_bonus(chosen.entropy_coef))
+    if chosen.clip_cov is not None:
+        terms.append(L.clip_cov(fraction=chosen.clip_cov))
+    if chosen.kl_cov is not None:
+        terms.append(L.kl_cov(coef=chosen.kl_cov))
+        if [type(part) for part in parts(policy)] != [L.token_ratio, L.ppo_clip]:
+            raise ValueError(
+                f"kl_cov={chosen.kl_cov} takes the place of a clipping window on token ratios, "
+                f"which objective={chosen.objective} does not have; use grpo, dr_grpo or dapo"
+            )
+        policy = L.chain(L.token_ratio(), L.policy_gradient())
+    return dataclasses.replace(
+        objective,
+        policy=policy,
+        corrections=tuple(corrections),
+        masks=tuple(masks),
+        regularisers=tuple(terms),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,7 +402,7 @@ class _Policy:
     @classmethod
     def open(cls, config: Config, mesh: Mesh) -> _Policy:
         name, dtype = config.model.model, config.model.compute_dtype
-        path = find_smollm2() if name == "smollm2" else Path(name)
+        path = _weights(name)
         if path.exists():
             tokenizer: Any = load_tokenizer(path)
             model, params = models.from_pretrained(path, jnp.float32, mesh, compute_dtype=dtype)
@@ -382,6 +422,33 @@ class _Policy:
         )
         key = jax.random.key(config.run.seed)
         return cls(model, tokenizer, lambda mesh: models.init(key, model, mesh=mesh))
+
+
+def _weights(name: str) -> Path:
+    """Where the weights of a model lie, if there are any."""
+    return find_smollm2() if name == "smollm2" else Path(name)
+
+
+def _teacher(
+    config: Config, policy: _Policy, mesh: Mesh, scoring: dict[str, Any]
+) -> Callable[..., jax.Array] | None:
+    """The teacher's log-probabilities of a batch: (batch, shared) -> float32 [B, T].
+
+    Raises:
+      ValueError: There is no such teacher, or it has another vocabulary than the policy.
+    """
+    if not config.model.teacher:
+        return None
+    dtype = config.model.compute_dtype
+    model, params = models.from_pretrained(_weights(config.model.teacher), dtype, mesh)
+    if model.vocab_size != policy.model.vocab_size:
+        raise ValueError(
+            f"teacher={config.model.teacher!r} has a vocabulary of {model.vocab_size} tokens, the "
+            f"policy one of {policy.model.vocab_size}; choose a teacher of the same family"
+        )
+    score = updates.make_score(model, **scoring)
+    # Its experts are its own: the routing of the policy means nothing to it.
+    return lambda batch, shared: score(params, batch.replace(routing=None), shared).logp
 
 
 def _alphabet(config: Config) -> str:

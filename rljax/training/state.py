@@ -12,6 +12,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
+from rljax import losses as L
 from rljax import mesh as meshes
 from rljax import models
 from rljax.config import OptimizerSettings
@@ -26,6 +27,7 @@ class TrainState:
       step: int32, optimizer updates tried (skipped ones included).
       params: float32 master weights.
       critic: The critic's, as `models.init_critic` makes it; None without one.
+      objective: What the objective remembers from step to step (`Objective.init_state`).
       opt_state: The optimizer's.
       skipped: int32, updates skipped so far for want of a finite gradient or of any weight.
       skipped_in_row: int32, the last of them without one between.
@@ -37,6 +39,7 @@ class TrainState:
     skipped: Int[Array, ""]
     skipped_in_row: Int[Array, ""]
     critic: Params | None = None
+    objective: dict[str, Array] = struct.field(default_factory=dict)
 
     @property
     def trained(self) -> Any:
@@ -94,23 +97,27 @@ def make_optimizer(
 
 
 def _fresh(
-    params: Params, critic: Params | None, optimizer: optax.GradientTransformation
+    params: Params,
+    critic: Params | None,
+    optimizer: optax.GradientTransformation,
+    objective: L.Objective,
 ) -> TrainState:
     zero = jnp.int32(0)
-    state = TrainState(zero, params, None, zero, zero, critic)
+    state = TrainState(zero, params, None, zero, zero, critic, objective.init_state())
     return dataclasses.replace(state, opt_state=optimizer.init(state.trained))
 
 
 def create(
     params: Params,
     optimizer: optax.GradientTransformation,
+    objective: L.Objective,
     mesh: Mesh,
     critic: Params | None = None,
 ) -> TrainState:
     """A fresh state around float32 weights; moments are laid out like their weights."""
 
     def build(params: Params, critic: Params | None) -> TrainState:
-        return _fresh(params, critic, optimizer)
+        return _fresh(params, critic, optimizer, objective)
 
     shapes = jax.eval_shape(build, params, critic)
     out = state_shardings(shapes, jax.tree.map(lambda x: x.sharding, params), mesh)
@@ -120,12 +127,14 @@ def create(
 def abstract(
     config: ModelConfig,
     optimizer: optax.GradientTransformation,
+    objective: L.Objective,
     mesh: Mesh,
-    with_critic: bool = False,
 ) -> TrainState:
     """The state's shapes and shardings, to restore a checkpoint into."""
-    critic = models.abstract_critic(config) if with_critic else None
-    shapes = jax.eval_shape(lambda p, c: _fresh(p, c, optimizer), models.abstract(config), critic)
+    critic = models.abstract_critic(config) if objective.critic is not None else None
+    shapes = jax.eval_shape(
+        lambda p, c: _fresh(p, c, optimizer, objective), models.abstract(config), critic
+    )
     shardings = state_shardings(shapes, models.shardings(config, mesh), mesh)
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings

@@ -232,6 +232,7 @@ def make_update(
     most_wanted: int,
     parts: int = 1,
     replay: bool = False,
+    seed: int = 0,
 ) -> Callable[[TrainState, Rows], tuple[TrainState, dict[str, Any], RouterSums | None]]:
     """One optimizer step as one jitted function; the state is donated.
 
@@ -246,12 +247,14 @@ def make_update(
       most_wanted: A bound on a row's own tokens.
       parts: Micro-batches the rows are cut into.
       replay: Whether `Rows.routing` is replayed.
+      seed: For the terms of the objective that choose tokens at random.
 
     Returns:
       (state, rows) -> (state, mergeable metrics, router sums).
     """
+    with_critic = objective.critic is not None
 
-    def loss(trained: Any, rows: Rows) -> tuple[Array, tuple[dict[str, Any], Any]]:
+    def outputs(trained: Any, rows: Rows) -> tuple[L.PolicyOutputs, models.RouterOutputs | None]:
         params, critic = trained if with_critic else (trained, None)
         logp, entropy, router = models.score_tokens(
             params,
@@ -270,24 +273,38 @@ def make_update(
             values = models.token_values(
                 critic, config, rows.tokens, rows.positions, rows.segments, prefix=rows.prefix
             )
-        outputs = L.PolicyOutputs(logp, entropy=entropy, values=values)
-        value, stats = objective.loss(outputs, rows)
+        return L.PolicyOutputs(logp, entropy=entropy, values=values), router
+
+    def loss(
+        trained: Any, rows: Rows, memory: dict[str, Array]
+    ) -> tuple[Array, tuple[dict[str, Any], Any]]:
+        live, router = outputs(trained, rows)
+        value, stats = objective.loss(live, rows, memory)
         if rows.old_logp is None and rows.rollout_logp is not None:
             # The live policy is the one at the start of the step: the only update on this batch.
-            live = rows.replace(old_logp=jax.lax.stop_gradient(logp))
-            stats = {**stats, **L.mismatch(live)}
+            start = rows.replace(old_logp=jax.lax.stop_gradient(live.logp))
+            stats = {**stats, **L.mismatch(start)}
         return value, (stats, _sums(router, None, rows.segments > 0))
 
-    with_critic = objective.critic is not None
     gradient = jax.value_and_grad(loss, has_aux=True)
 
-    def accumulate(params: Any, rows: Rows) -> tuple[Array, Any, dict[str, Any], Any]:
+    def look_ahead(state: TrainState, rows: Rows) -> Rows:
+        """Lets the batch-scoped terms choose their tokens from a pass over all rows."""
+        if "batch_stats" not in objective.needs:
+            return rows
+        live = jax.lax.map(lambda part: outputs(state.trained, part)[0], _cut(rows, parts))
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        return objective.with_batch_stats(jax.tree.map(_join, live), rows, key)
+
+    def accumulate(
+        params: Any, rows: Rows, memory: dict[str, Array]
+    ) -> tuple[Array, Any, dict[str, Any], Any]:
         if parts == 1:
-            (value, (stats, sums)), grads = gradient(params, rows)
+            (value, (stats, sums)), grads = gradient(params, rows, memory)
             return value, grads, stats, sums
 
         def add(total: tuple[Array, Params], micro: Rows) -> tuple[tuple[Array, Params], Any]:
-            (value, aux), grads = gradient(params, micro)
+            (value, aux), grads = gradient(params, micro, memory)
             return jax.tree.map(jnp.add, total, (value, grads)), aux
 
         zero = jax.tree.map(jnp.zeros_like, params)
@@ -297,7 +314,8 @@ def make_update(
 
     @functools.partial(jax.jit, donate_argnums=0)
     def update(state: TrainState, rows: Rows) -> tuple[TrainState, dict[str, Any], Any]:
-        value, grads, stats, sums = accumulate(state.trained, rows)
+        rows = look_ahead(state, rows)
+        value, grads, stats, sums = accumulate(state.trained, rows, state.objective)
         norm = optax.global_norm(grads)
         some = rows.trains
         good = jnp.isfinite(norm) & jnp.isfinite(value) & some
@@ -313,6 +331,7 @@ def make_update(
             params=choose(params, state.params),
             critic=choose(critic, state.critic),
             opt_state=choose(opt_state, state.opt_state),
+            objective=choose(objective.update_state(state.objective, stats), state.objective),
             skipped=state.skipped + ~good,
             skipped_in_row=jnp.where(good, 0, state.skipped_in_row + 1),
         )

@@ -57,7 +57,7 @@ def warm_up(run: Run, tell: Callable[[str], None]) -> dict[str, float]:
         temperature=1.0,
         most_wanted=run.config.rollout.max_completion_length,
     )
-    state = states.create(run.state.params, optimizer, run.mesh)
+    state = states.create(run.state.params, optimizer, objective, run.mesh)
     rng = np.random.default_rng([run.config.run.seed, 1])
     greedy = SamplingParams(
         max_tokens=run.config.rollout.max_completion_length,

@@ -21,7 +21,9 @@ def arrays():
     def draw(*shape):
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
-    params = {"gate": draw(E, D, F), "up": draw(E, D, F), "down": draw(E, F, D)}
+    plain = {"gate": draw(E, D, F), "up": draw(E, D, F), "down": draw(E, F, D)}
+    biases = {"gate_bias": draw(E, F), "up_bias": draw(E, F), "down_bias": draw(E, D)}
+    params = {"silu": plain, "clamped": plain | biases}
     weights = jnp.asarray(rng.uniform(0.1, 1, (N, K)), jnp.float32)
     rows = [rng.permutation(E)[:K] for _ in range(N)]
     even = jnp.asarray(rows, jnp.int32)
@@ -36,22 +38,32 @@ def arrays():
     return params, draw(N, D), weights, chosen, draw(N, D)
 
 
-def loop(params, x, chosen, weights):
+def loop(params, x, chosen, weights, activation):
     """Each expert on every token, kept where it was chosen."""
     out = jnp.zeros_like(x)
     for e in range(E):
-        gate, up, down = (params[m][e] for m in ("gate", "up", "down"))
+        p = {name: values[e] for name, values in params.items()}
+        gate = x @ p["gate"] + p.get("gate_bias", 0)
+        up = x @ p["up"] + p.get("up_bias", 0)
+        if activation == "clamped":
+            gate, up = (
+                jnp.where(gate > 7, 7, gate),
+                jnp.where(jnp.abs(up) > 7, 7 * jnp.sign(up), up),
+            )
+            hidden = gate / (1 + jnp.exp(-1.702 * gate)) * (up + 1)
+        else:
+            hidden = jax.nn.silu(gate) * up
         share = jnp.where(chosen == e, weights, 0).sum(1, keepdims=True)
-        out += share * ((jax.nn.silu(x @ gate) * (x @ up)) @ down)
+        out += share * (hidden @ p["down"] + p.get("down_bias", 0))
     return out
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def run(way, backend, params, x, weights, chosen, cotangent):
+@functools.partial(jax.jit, static_argnums=(0, 1, 7))
+def run(way, backend, params, x, weights, chosen, cotangent, activation="silu"):
     def f(params, x, weights):
         if way == "loop":
-            return loop(params, x, chosen, weights)
-        return experts.experts(params, x, chosen, weights, way)
+            return loop(params, x, chosen, weights, activation)
+        return experts.experts(params, x, chosen, weights, way, activation)
 
     out, pull = jax.vjp(f, params, x, weights)
     return out, *pull(cotangent)
@@ -62,18 +74,22 @@ WAYS = [("all", "blocks"), ("sorted", "blocks"), ("sorted", "ragged")]
 
 @pytest.mark.parametrize("routing", ["even", "empty experts", "overfull", "two experts only"])
 @pytest.mark.parametrize(("way", "backend"), WAYS)
-def test_equals_the_loop_in_values_and_gradients(arrays, monkeypatch, way, backend, routing):
+@pytest.mark.parametrize("activation", ["silu", "clamped"])
+def test_equals_the_loop_in_values_and_gradients(
+    arrays, monkeypatch, way, backend, routing, activation
+):
     monkeypatch.setattr(gmm, "default_backend", lambda: backend)
     params, x, weights, choices, cotangent = arrays
-    chosen = choices[routing]
+    params, chosen = params[activation], choices[routing]
     assert (chosen[:, 0] != chosen[:, 1]).all()
-    out, dp, dx, dw = run(way, backend, params, x, weights, chosen, cotangent)
-    want, want_dp, want_dx, want_dw = run("loop", None, params, x, weights, chosen, cotangent)
+    given = params, x, weights, chosen, cotangent, activation
+    out, dp, dx, dw = run(way, backend, *given)
+    want, want_dp, want_dx, want_dw = run("loop", None, *given)
     np.testing.assert_allclose(out, want, atol=2e-5)
     np.testing.assert_allclose(dx, want_dx, atol=1e-4)
     np.testing.assert_allclose(dw, want_dw, atol=1e-4)
     used = np.isin(np.arange(E), np.asarray(chosen))
-    for name in ("gate", "up", "down"):
+    for name in params:
         for e in range(E):
             scale = max(1, np.abs(want_dp[name][e]).max())
             np.testing.assert_allclose(
@@ -86,11 +102,12 @@ def test_equals_the_loop_in_values_and_gradients(arrays, monkeypatch, way, backe
 def test_a_token_s_bits_do_not_depend_on_the_others(arrays, monkeypatch, way, backend):
     monkeypatch.setattr(gmm, "default_backend", lambda: backend)
     params, x, weights, choices, cotangent = arrays
-    chosen = choices["even"]
-    want = run(way, backend, params, x, weights, chosen, cotangent)[0]
+    params, chosen = params["clamped"], choices["even"]
+    want = run(way, backend, params, x, weights, chosen, cotangent, "clamped")[0]
     mine = (jnp.arange(N) % 3 == 0)[:, None]
     moved = jnp.where(mine, chosen, choices["overfull"])
-    got = run(way, backend, params, jnp.where(mine, x, 7.0), weights, moved, cotangent)[0]
+    others = jnp.where(mine, x, 7.0)
+    got = run(way, backend, params, others, weights, moved, cotangent, "clamped")[0]
     assert np.array_equal(np.asarray(got)[::3], np.asarray(want)[::3])
 
 
@@ -126,6 +143,15 @@ def test_router():
         np.testing.assert_allclose(
             weights, want / want.sum(1, keepdims=True) if norm else want, atol=1e-6
         )
+    # A bias takes part in the choice and in the weights.
+    bias = jnp.asarray(rng.normal(size=E), jnp.float32)
+    probs, own, _, weights = experts.route(router, x, Experts(E, K, F), bias=bias)
+    p = np.exp(z + np.asarray(bias))
+    best = np.argsort(-p, axis=1)[:, :K]
+    want = np.take_along_axis(p, best, 1)
+    assert np.array_equal(own, best)
+    np.testing.assert_allclose(probs, p / p.sum(1, keepdims=True), atol=1e-6)
+    np.testing.assert_allclose(weights, want / want.sum(1, keepdims=True), atol=1e-6)
     # In float32 whatever the hidden states are.
     half = experts.route(router.astype(jnp.bfloat16), x.astype(jnp.bfloat16), Experts(E, K, F))
     assert half[0].dtype == half[3].dtype == jnp.float32

@@ -29,6 +29,7 @@ MODELS = [
     "olmoe",
     "olmoe_grouped",
     "gpt_oss",
+    "gpt_oss_yarn",
     "deepseek_v3",
     "deepseek_v3_direct",
 ]

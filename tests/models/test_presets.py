@@ -179,3 +179,101 @@ def test_published_config_json_is_read_as_the_preset():
         found = families.read_fields(fields, "config.json")
         for name in ("stacks", "vocab_size", "norm_eps", "tie_embeddings", "max_position"):
             assert getattr(found, name) == getattr(preset, name), name
+
+
+# What tells the published config.json of each apart; totals of the published safetensors files,
+# billions active of the model cards (gpt-oss's cards count one embedding of the two).
+MIXTURES = {
+    "mixtral-8x7b": (
+        {
+            "model_type": "mixtral",
+            "vocab_size": 32_000,
+            "hidden_size": 4096,
+            "intermediate_size": 14_336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": None,
+        },
+        46_702_792_704,
+        12.9,
+    ),
+    "olmoe-1b-7b": (
+        {
+            "model_type": "olmoe",
+            "vocab_size": 50_304,
+            "hidden_size": 2048,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "clip_qkv": None,
+        },
+        6_919_161_856,
+        1.3,
+    ),
+    "qwen1.5-moe-a2.7b": (
+        {
+            "model_type": "qwen2_moe",
+            "vocab_size": 151_936,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "max_window_layers": 21,
+            "sliding_window": 32_768,
+            "use_sliding_window": False,
+        },
+        14_315_784_192,
+        2.7,
+    ),
+    "gpt-oss-20b": (
+        {
+            "model_type": "gpt_oss",
+            "vocab_size": 201_088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "head_dim": 64,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "experts_per_token": 4,
+            "initial_context_length": 4096,
+            "layer_types": ["sliding_attention", "full_attention"] * 12,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+            "attention_bias": True,
+            "rope_theta": 150_000,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+        },
+        20_914_757_184,
+        3.6,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_published_mixtures_have_the_published_sizes(name):
+    fields, total, active = MIXTURES[name]
+    config = families.read_fields(fields, "config.json")
+    assert models.count(config) == total
+    embedding = config.vocab_size * config.hidden_size if name.startswith("gpt-oss") else 0
+    assert round((models.count_active(config) - embedding) / 1e9, 1) == active

@@ -34,6 +34,7 @@ MODELS = [
     "olmoe",
     "olmoe_grouped",
     "gpt_oss",
+    "gpt_oss_yarn",
     "deepseek_v3",
     "deepseek_v3_direct",
 ]
@@ -430,7 +431,8 @@ def test_windows_are_those_that_transformers_sees(family, fields, windows):
         "vocab_size": 8,
         "hidden_size": 8,
         "num_hidden_layers": 4,
-        "num_attention_heads": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "intermediate_size": 8,
         "rope_parameters": {"rope_type": "default"},
         "use_sliding_window": True,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from rljax import models
 from rljax.monitoring import compilations
 from rljax.sampling import Engine, SamplingParams, decode, generate
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "models"
 SAMPLING = SamplingParams(max_tokens=13, temperature=0.7, stop_token_ids=(1,))
 
 
@@ -76,6 +78,19 @@ def test_logprobs_equal_the_trainers_on_a_mixture_with_routing_replayed(name, pr
         flips, tokens = flips + float(router.flips.sum()), tokens + float(router.tokens)
     assert worst < 1e-5
     assert flips / tokens < 0.01  # reported apart, at every step of a run
+
+
+# Windows of 3 and 5 cross the borders of pages of 4; sequences have up to 30 tokens.
+@pytest.mark.parametrize("name", ["qwen2_moe_mixed", "mixtral_window", "olmoe", "gpt_oss_yarn"])
+def test_logprobs_equal_the_trainers_in_every_mixture_family(name, prompts):
+    model = models.from_pretrained(GOLDEN / name)
+    chosen = [prompts[3], prompts[4]]
+    sampling = SamplingParams(max_tokens=13, temperature=0.7)
+    found = run(make_engine(model, with_routing=True, slots=4), chosen, 2, sampling)
+    for (p, _), response in found.items():
+        assert len(response.tokens) == 13
+        expected, _ = trainer_logp(model, chosen[p], response, 0.7, response.routing)
+        np.testing.assert_allclose(response.logp, expected, rtol=0, atol=1e-5)
 
 
 def test_greedy_is_the_argmax_of_the_full_forward(dense, prompts):

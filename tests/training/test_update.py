@@ -41,7 +41,7 @@ def make_batch():
 def step(objective, mesh, parts=1, batch=None):
     optimizer = states.make_optimizer(SETTINGS, 100)
     params = models.init(jax.random.key(0), CONFIG, mesh=mesh)
-    state = states.create(params, optimizer, mesh)
+    state = states.create(params, optimizer, objective, mesh)
     update = updates.make_update(
         CONFIG, objective, optimizer, temperature=0.8, most_wanted=6, parts=parts, replay=True
     )
@@ -58,6 +58,17 @@ def one_device():
 OBJECTIVES = {
     "gspo": L.gspo(clip_low=0.1, clip_high=0.2),
     "dapo": L.dapo(overlong_max=6, overlong_cache=3),
+    # Terms that look at the whole optimizer batch first, and one that keeps state.
+    "cov": L.Objective(
+        L.group_normalize(),
+        L.chain(L.token_ratio(), L.policy_gradient()),
+        L.token_mean(),
+        regularisers=(
+            L.kl_cov(fraction=0.2),
+            L.clip_cov(fraction=0.2, low=0.0),
+            L.adaptive_entropy(target=2.9, initial=0.02),
+        ),
+    ),
 }
 
 
@@ -89,12 +100,13 @@ def test_micro_batches_and_devices_change_nothing(whole, devices, parts):
     for name, value in numbers.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
     np.testing.assert_array_equal(router.load, sums.load)
+    jax.tree.map(np.testing.assert_array_equal, state.objective, expected.objective)
 
 
 def test_parameters_and_moments_are_split_over_fsdp():
     mesh = meshes.make(fsdp=8)
     params = models.init(jax.random.key(0), CONFIG, mesh=mesh)
-    state = states.create(params, states.make_optimizer(SETTINGS, 100), mesh)
+    state = states.create(params, states.make_optimizer(SETTINGS, 100), L.grpo(), mesh)
     moments = state.opt_state[1][0].mu
     for tree in (state.params, moments):
         for leaf in (tree["embed"], tree["stacks"][0][0]["feed_forward"]["gate"]):

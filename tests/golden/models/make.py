@@ -217,6 +217,7 @@ MODELS = {
     ),
 }
 LENGTHS = (12, 7, 5)
+PLACES, WINDOW_PLACES = [0, 1, 5, 6, 20, 50], [20, 21, 22, 23, 24, 25]
 YARN = (
     {"factor": 4.0, "original_max_position_embeddings": 64},
     {"factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0},
@@ -226,7 +227,6 @@ YARN = (
     {"factor": 8.0, "original_max_position_embeddings": 128, "mscale_all_dim": 0.9},
     {"factor": 8.0, "attention_factor": 0.7, "mscale": 0.5, "mscale_all_dim": 0.9},
 )
-PLACES, WINDOW_PLACES = [0, 1, 5, 6, 20, 50], [20, 21, 22, 23, 24, 25]
 
 
 def make_model(name: str) -> None:
