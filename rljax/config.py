@@ -43,6 +43,12 @@ class ModelSettings:
     """Dtype of activations and matmuls; master weights are float32 always."""
     remat: bool = False
     """Recompute each layer's activations in the backward pass: less memory, more time."""
+    lora_rank: int = 0
+    """Rank of low-rank adapters, trained in place of the weights; 0: the weights are trained."""
+    lora_alpha: float = 32.0
+    """Over lora_rank it multiplies the adapters' product."""
+    lora_targets: tuple[str, ...] = ("attention/*", "feed_forward/*")
+    """Ends of the names of the matrices that are adapted, such as attention/q."""
     teacher: str = ""
     """distillation: a Hugging Face folder, a .gguf file, or smollm2, of the policy's vocabulary."""
     mesh: str = ""
@@ -262,6 +268,8 @@ class RunSettings:
     """Steps between checkpoints; one is written at the end too."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints are kept."""
+    export: str = ""
+    """A folder for the final policy, adapters merged, as transformers loads it; empty: none."""
     log_samples: int = 4
     """Responses written to samples.jsonl each step."""
 

@@ -15,6 +15,13 @@ from rljax.models.config import (
 from rljax.models.critic import abstract_critic, init_critic, token_values
 from rljax.models.experts import RouterOutputs
 from rljax.models.forward import hidden_states, logits, score_tokens, token_logprobs
+from rljax.models.lora import (
+    Lora,
+    abstract_adapters,
+    adapter_shardings,
+    init_adapters,
+    merge_adapters,
+)
 from rljax.models.parameters import (
     Params,
     abstract,
@@ -37,6 +44,7 @@ __all__ = [
     "Dense",
     "Experts",
     "LatentAttention",
+    "Lora",
     "ModelConfig",
     "Params",
     "RopeScaling",
@@ -44,7 +52,9 @@ __all__ = [
     "Stack",
     "Yarn",
     "abstract",
+    "abstract_adapters",
     "abstract_critic",
+    "adapter_shardings",
     "check",
     "count",
     "count_active",
@@ -54,8 +64,10 @@ __all__ = [
     "from_pretrained",
     "hidden_states",
     "init",
+    "init_adapters",
     "init_critic",
     "logits",
+    "merge_adapters",
     "names",
     "save_pretrained",
     "score_tokens",

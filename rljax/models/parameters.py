@@ -175,11 +175,28 @@ def declare(config: ModelConfig) -> Params:
     return tree
 
 
+def path_name(path: Any) -> str:
+    """The name of a leaf by its place in the tree, such as `stacks/0/0/attention/q`."""
+    return "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)
+
+
+def _names(tree: Params) -> Params:
+    return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path), tree)
+
+
 def names(config: ModelConfig) -> Params:
-    """The tree of parameter names, such as `stacks/0/0/attention/q`."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path),
-        declare(config),
+    """The tree of parameter names."""
+    return _names(declare(config))
+
+
+def lay_out(tree: Params, mesh: Mesh, rules: meshes.Rules) -> Params:
+    """The tree of `NamedSharding`s of declared parameters on a mesh, by a rule table.
+
+    Raises:
+      ValueError: A parameter cannot be laid out as asked; named, with the sizes that work.
+    """
+    return jax.tree.map(
+        lambda p, name: meshes.sharding(mesh, p.shape, p.axes, rules, name), tree, _names(tree)
     )
 
 
@@ -189,11 +206,7 @@ def shardings(config: ModelConfig, mesh: Mesh, rules: meshes.Rules = meshes.TRAI
     Raises:
       ValueError: A parameter cannot be laid out as asked; named, with the sizes that work.
     """
-    return jax.tree.map(
-        lambda p, name: meshes.sharding(mesh, p.shape, p.axes, rules, name),
-        declare(config),
-        names(config),
-    )
+    return lay_out(declare(config), mesh, rules)
 
 
 def abstract(
@@ -233,7 +246,13 @@ def init(
     Returns:
       Matrices normal with deviation 1/√fan-in (embedding .02), norms 1, biases 0.
     """
-    tree = declare(config)
+    return initial(key, declare(config), dtype, mesh, rules)
+
+
+def initial(
+    key: PRNGKeyArray, tree: Params, dtype: Any, mesh: Mesh | None, rules: meshes.Rules
+) -> Params:
+    """The initial values of declared parameters; arguments as in `init`."""
     leaves, structure = jax.tree.flatten(tree)
 
     def build(key: Array) -> Params:
@@ -245,7 +264,7 @@ def init(
         ]
         return jax.tree.unflatten(structure, values)
 
-    out = None if mesh is None else shardings(config, mesh, rules)
+    out = None if mesh is None else lay_out(tree, mesh, rules)
     return jax.jit(build, out_shardings=out)(key)
 
 

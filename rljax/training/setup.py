@@ -43,7 +43,7 @@ from rljax.rollouts import CollectState, plan_sharing, share_rows
 from rljax.sampling import Engine, SamplingParams
 from rljax.training import state as states
 from rljax.training import update as updates
-from rljax.training.checkpoints import Checkpoints, load_reference, save_reference
+from rljax.training.checkpoints import Checkpoints, load_start, save_start
 from rljax.training.state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ _ADDED = (
 
 _MAY_CHANGE = (
     "run.steps", "run.run_dir", "run.resume", "run.save_every", "run.keep_checkpoints",
-    "run.log_samples", "optimizer.micro_batch_size", "optimizer.share_prompts",
+    "run.export", "run.log_samples", "optimizer.micro_batch_size", "optimizer.share_prompts",
     "optimizer.max_skipped_updates", "rewards.reward_timeout", "evals.stop_at",
 )  # fmt: skip
 
@@ -103,6 +103,7 @@ class Run:
     directory: Path
     mesh: Mesh
     model: ModelConfig
+    lora: models.Lora | None
     tokenizer: Tokenizer
     prompts: PromptStream
     held_out: list[Prompt]
@@ -116,6 +117,7 @@ class Run:
     score: Callable[..., updates.Scores]
     values: Callable[..., jax.Array]
     update: Callable[..., Any]
+    merge: Callable[[TrainState], Params]
     learning_rate: Callable[[int], Any]
     may_share: bool
     checkpoints: Checkpoints
@@ -126,6 +128,10 @@ class Run:
     progress: Progress
     restored: bool
     started: float
+
+    def weights(self) -> Params:
+        """The policy's weights as they stand, for the sampler, for scoring and for export."""
+        return self.state.params if self.lora is None else self.merge(self.state)
 
     def save(self) -> None:
         """Writes a checkpoint of this moment."""
@@ -198,11 +204,16 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
         optimizer = states.make_optimizer(config.optimizer, config.updates, with_critic)
         checkpoints = Checkpoints(directory / "checkpoints", config.run.keep_checkpoints)
         stack.callback(checkpoints.close)
-        found = checkpoints.restore(states.abstract(policy.model, optimizer, objective, mesh))
+        lora = _lora(config)
+        found = checkpoints.restore(states.abstract(policy.model, optimizer, objective, mesh, lora))
         if found is None:
-            params = policy.initial(mesh)
+            params, base = policy.initial(mesh), None
             critic = models.init_critic(params, policy.model, mesh) if with_critic else None
+            if lora is not None:
+                key = jax.random.key(config.run.seed)
+                params, base = models.init_adapters(key, policy.model, lora, mesh), params
             state = states.create(params, optimizer, objective, mesh, critic)
+            state = dataclasses.replace(state, base=base)
             progress = Progress()
         else:
             _, state, host = found
@@ -226,6 +237,7 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
             directory=directory,
             mesh=mesh,
             model=policy.model,
+            lora=lora,
             tokenizer=policy.tokenizer,
             prompts=prompts,
             held_out=held_out,
@@ -259,7 +271,9 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
                 ),
                 replay=settings.routing_replay != "none",
                 seed=config.run.seed,
+                lora=lora,
             ),
+            merge=jax.jit(lambda state: state.weights(lora)),
             learning_rate=states.learning_rate(config.optimizer, config.updates),
             may_share=may_share,
             checkpoints=checkpoints,
@@ -301,18 +315,30 @@ def _may_share(config: Config, shards: int) -> bool:
     )
 
 
-def freeze_reference(run: Run) -> None:
-    """Keeps the policy as it stands as the frozen reference, where the objective asks for one.
+def freeze_start(run: Run) -> None:
+    """Keeps the policy as it stands, where an objective compares with it or adapters rest on it.
 
-    It is written to the run directory before the first step and read back on resume.
+    It is written to the run directory before the first step and read back on resume. Under
+    adapters it is the weights that never change, in the dtypes of the forward pass.
     """
-    if "ref" not in run.objective.needs:
+    compares, adapts = "ref" in run.objective.needs, run.lora is not None
+    if not (compares or adapts):
         return
     place = run.directory / "reference"
-    if not run.restored:
-        save_reference(place, run.state.params)
     target = models.abstract(run.model, mesh=run.mesh)
-    run.reference = load_reference(place, target)
+    if adapts:
+        lean = jax.eval_shape(lambda p: models.for_compute(p, run.model), target)
+        target = jax.tree.map(
+            lambda x, d: jax.ShapeDtypeStruct(x.shape, d.dtype, sharding=x.sharding), target, lean
+        )
+    if not run.restored:
+        whole = run.state.whole
+        save_start(place, models.for_compute(whole, run.model) if adapts else whole)
+    start = load_start(place, target)
+    if adapts:
+        run.state = dataclasses.replace(run.state, base=start)
+    if compares:
+        run.reference = start
 
 
 def make_objective(config: Config) -> L.Objective:
@@ -422,6 +448,12 @@ class _Policy:
         )
         key = jax.random.key(config.run.seed)
         return cls(model, tokenizer, lambda mesh: models.init(key, model, mesh=mesh))
+
+
+def _lora(config: Config) -> models.Lora | None:
+    """The adapters that the flags ask for."""
+    m = config.model
+    return models.Lora(m.lora_rank, m.lora_alpha, m.lora_targets) if m.lora_rank else None
 
 
 def _weights(name: str) -> Path:

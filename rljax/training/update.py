@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from rljax import models
 from rljax.batch import Batch, Rows
 from rljax.models import ModelConfig, Params
 from rljax.rollouts.shared_prompts import plan_sharing, share_batch, unshare
-from rljax.training.state import TrainState
+from rljax.training.state import TrainState, policy_weights
 
 
 @struct.dataclass
@@ -233,6 +234,7 @@ def make_update(
     parts: int = 1,
     replay: bool = False,
     seed: int = 0,
+    lora: models.Lora | None = None,
 ) -> Callable[[TrainState, Rows], tuple[TrainState, dict[str, Any], RouterSums | None]]:
     """One optimizer step as one jitted function; the state is donated.
 
@@ -248,14 +250,18 @@ def make_update(
       parts: Micro-batches the rows are cut into.
       replay: Whether `Rows.routing` is replayed.
       seed: For the terms of the objective that choose tokens at random.
+      lora: The adapters that are trained; None: the weights themselves.
 
     Returns:
       (state, rows) -> (state, mergeable metrics, router sums).
     """
     with_critic = objective.critic is not None
 
-    def outputs(trained: Any, rows: Rows) -> tuple[L.PolicyOutputs, models.RouterOutputs | None]:
+    def outputs(
+        trained: Any, base: Params | None, rows: Rows
+    ) -> tuple[L.PolicyOutputs, models.RouterOutputs | None]:
         params, critic = trained if with_critic else (trained, None)
+        params = policy_weights(params, base, lora)
         logp, entropy, router = models.score_tokens(
             params,
             config,
@@ -276,10 +282,10 @@ def make_update(
         return L.PolicyOutputs(logp, entropy=entropy, values=values), router
 
     def loss(
-        trained: Any, rows: Rows, memory: dict[str, Array]
+        trained: Any, state: TrainState, rows: Rows
     ) -> tuple[Array, tuple[dict[str, Any], Any]]:
-        live, router = outputs(trained, rows)
-        value, stats = objective.loss(live, rows, memory)
+        live, router = outputs(trained, state.base, rows)
+        value, stats = objective.loss(live, rows, state.objective)
         if rows.old_logp is None and rows.rollout_logp is not None:
             # The live policy is the one at the start of the step: the only update on this batch.
             start = rows.replace(old_logp=jax.lax.stop_gradient(live.logp))
@@ -292,30 +298,33 @@ def make_update(
         """Lets the batch-scoped terms choose their tokens from a pass over all rows."""
         if "batch_stats" not in objective.needs:
             return rows
-        live = jax.lax.map(lambda part: outputs(state.trained, part)[0], _cut(rows, parts))
+        live = jax.lax.map(
+            lambda part: outputs(state.trained, state.base, part)[0], _cut(rows, parts)
+        )
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         return objective.with_batch_stats(jax.tree.map(_join, live), rows, key)
 
-    def accumulate(
-        params: Any, rows: Rows, memory: dict[str, Array]
-    ) -> tuple[Array, Any, dict[str, Any], Any]:
+    def accumulate(state: TrainState, rows: Rows) -> tuple[Array, Any, dict[str, Any], Any]:
         if parts == 1:
-            (value, (stats, sums)), grads = gradient(params, rows, memory)
+            (value, (stats, sums)), grads = gradient(state.trained, state, rows)
             return value, grads, stats, sums
 
         def add(total: tuple[Array, Params], micro: Rows) -> tuple[tuple[Array, Params], Any]:
-            (value, aux), grads = gradient(params, micro, memory)
+            (value, aux), grads = gradient(state.trained, state, micro)
             return jax.tree.map(jnp.add, total, (value, grads)), aux
 
-        zero = jax.tree.map(jnp.zeros_like, params)
+        zero = jax.tree.map(jnp.zeros_like, state.trained)
         (value, grads), (stats, sums) = jax.lax.scan(add, (jnp.float32(0), zero), _cut(rows, parts))
         each = [jax.tree.map(lambda x, i=i: x[i], stats) for i in range(parts)]
         return value, grads, L.merge(*each), jax.tree.map(lambda x: x.sum(0), sums)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def update(state: TrainState, rows: Rows) -> tuple[TrainState, dict[str, Any], Any]:
+    def step(
+        state: TrainState, base: Params | None, rows: Rows
+    ) -> tuple[TrainState, dict[str, Any], Any]:
+        state = dataclasses.replace(state, base=base)
         rows = look_ahead(state, rows)
-        value, grads, stats, sums = accumulate(state.trained, rows, state.objective)
+        value, grads, stats, sums = accumulate(state, rows)
         norm = optax.global_norm(grads)
         some = rows.trains
         good = jnp.isfinite(norm) & jnp.isfinite(value) & some
@@ -326,8 +335,10 @@ def make_update(
         def choose(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
 
-        state = TrainState(
+        state = dataclasses.replace(
+            state,
             step=state.step + 1,
+            base=None,
             params=choose(params, state.params),
             critic=choose(critic, state.critic),
             opt_state=choose(opt_state, state.opt_state),
@@ -336,5 +347,10 @@ def make_update(
             skipped_in_row=jnp.where(good, 0, state.skipped_in_row + 1),
         )
         return state, {**stats, "policy/grad_norm": L.Mean(norm, jnp.float32(1))}, sums
+
+    def update(state: TrainState, rows: Rows) -> tuple[TrainState, dict[str, Any], Any]:
+        base = state.base  # not donated: the reference model may be the same buffers
+        state, stats, sums = step(dataclasses.replace(state, base=None), base, rows)
+        return dataclasses.replace(state, base=base), stats, sums
 
     return update

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from rljax import models
@@ -107,6 +108,36 @@ def test_distillation_moves_the_policy_to_its_teacher(base, tmp_path):
     rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     gaps = [r["policy/kl_teacher"] for r in rows[1:]]
     assert sum(gaps[-8:]) < 0.6 * sum(gaps[:8])
+
+
+def test_adapters_are_trained_resumed_compared_with_their_base_and_exported(base, tmp_path):
+    flags = [
+        f"--data={base}/data.jsonl", "--objective=grpo", "--sft_target=0", "--lora_rank=2",
+        "--lora_targets", "attention/q", "down", "--warmup_steps=1", "--save_every=1",
+        "--lr_schedule=constant",
+    ]  # fmt: skip
+    cache = tmp_path / "cache"
+
+    def run(name, steps):
+        export = tmp_path / f"{name}{steps}"
+        process = command(
+            tmp_path / name, *flags, f"--steps={steps}", f"--export={export}", cache=cache
+        )
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        return models.from_pretrained(export)
+
+    _, start = run("broken", 1)
+    _, once = run("broken", 3)
+    config, whole = run("whole", 3)
+    jax.tree.map(np.testing.assert_array_equal, once, whole)
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), start, whole)
+    names = jax.tree.leaves(models.names(config))
+    moved = [n for n, c in zip(names, jax.tree.leaves(changed), strict=True) if c]
+    assert moved == ["stacks/0/0/attention/q", "stacks/0/0/feed_forward/down"]
+    rows = [json.loads(x) for x in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
+    assert 0 < rows[2]["policy/kl_ref"] < rows[3]["policy/kl_ref"]
+    assert max(r.get("mismatch/logp_diff_max", 0) for r in rows) < 1e-5
 
 
 def test_a_run_goes_on_with_its_reference_and_refuses_another_configuration(base, tmp_path):

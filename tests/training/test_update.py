@@ -1,5 +1,7 @@
 """The optimizer step: exact under micro-batching and on a mesh; bad gradients are skipped."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,12 +40,22 @@ def make_batch():
     )
 
 
-def step(objective, mesh, parts=1, batch=None):
+def step(objective, mesh, parts=1, batch=None, lora=None):
     optimizer = states.make_optimizer(SETTINGS, 100)
-    params = models.init(jax.random.key(0), CONFIG, mesh=mesh)
+    params, base = models.init(jax.random.key(0), CONFIG, mesh=mesh), None
+    if lora is not None:
+        params, base = models.init_adapters(jax.random.key(1), CONFIG, lora, mesh), params
     state = states.create(params, optimizer, objective, mesh)
+    state = dataclasses.replace(state, base=base)
     update = updates.make_update(
-        CONFIG, objective, optimizer, temperature=0.8, most_wanted=6, parts=parts, replay=True
+        CONFIG,
+        objective,
+        optimizer,
+        temperature=0.8,
+        most_wanted=6,
+        parts=parts,
+        replay=True,
+        lora=lora,
     )
     with jax.set_mesh(mesh):
         rows, _ = objective.prepare(meshes.shard_rows(batch or make_batch(), mesh))
@@ -72,19 +84,23 @@ OBJECTIVES = {
 }
 
 
-@pytest.fixture(scope="module", params=OBJECTIVES)
+LORA = models.Lora(rank=2, alpha=4.0)
+
+
+@pytest.fixture(scope="module", params=[*OBJECTIVES, "adapters"])
 def whole(request):
-    objective = OBJECTIVES[request.param]
-    return objective, step(objective, one_device())
+    objective = OBJECTIVES.get(request.param, L.grpo(beta=0.0))
+    lora = LORA if request.param == "adapters" else None
+    return (objective, lora), step(objective, one_device(), lora=lora)
 
 
 @pytest.mark.parametrize("devices,parts", [(1, 4), (8, 1), (4, 2)])
 def test_micro_batches_and_devices_change_nothing(whole, devices, parts):
-    objective, (expected, numbers, sums) = whole
+    (objective, lora), (expected, numbers, sums) = whole
     mesh = one_device()
     if devices > 1:
         mesh = meshes.make(data=2, fsdp=devices // 2, devices=jax.devices()[:devices])
-    state, found, router = step(objective, mesh, parts)
+    state, found, router = step(objective, mesh, parts, lora=lora)
     moments, others = state.opt_state[1][0].mu, expected.opt_state[1][0].mu
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-7), moments, others
@@ -101,6 +117,20 @@ def test_micro_batches_and_devices_change_nothing(whole, devices, parts):
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
     np.testing.assert_array_equal(router.load, sums.load)
     jax.tree.map(np.testing.assert_array_equal, state.objective, expected.objective)
+
+
+def test_adapters_train_alone():
+    mesh = one_device()
+    before = models.init(jax.random.key(0), CONFIG, mesh=mesh)
+    state, _, _ = step(L.grpo(beta=0.0), mesh, lora=LORA)
+    jax.tree.map(np.testing.assert_array_equal, state.base, before)
+    # From b = 0 the first step moves b alone, by about the learning rate.
+    start = models.init_adapters(jax.random.key(1), CONFIG, LORA)
+    for name, pair in state.params.items():
+        np.testing.assert_array_equal(pair["a"], start[name]["a"])
+        assert 0 < np.abs(pair["b"]).max() <= 1.01 * SETTINGS.learning_rate
+    moments = sum(x.size for x in jax.tree.leaves(state.opt_state))
+    assert moments < 2.1 * sum(x.size for x in jax.tree.leaves(state.params))
 
 
 def test_parameters_and_moments_are_split_over_fsdp():
