@@ -175,6 +175,8 @@ class ObjectiveSettings:
     """Weight of an entropy bonus; with entropy_target the weight it starts from."""
     entropy_target: float | None = None
     """Entropy in nats that the bonus holds by adapting its weight after each update."""
+    router_aux_loss_coef: float | None = None
+    """Mixtures: weight of the routers' load-balancing loss (1 where load is even)."""
     clip_cov: float | None = None
     """Clip-Cov: share of the tokens, drawn from those of high covariance between advantage and
     log-probability, that lose their gradient (published: 2e-4)."""
@@ -212,6 +214,9 @@ class OptimizerSettings:
     share_prompts: Literal["auto", "never"] = "auto"
     """auto: a group's prompt stands once in the rows of the update, where that makes them fewer
     tokens and not too long; never changes a result."""
+    router_bias_update_rate: float = 0.0
+    """By how much routers' correction biases (DeepSeek-V3) follow the load after each update; 0:
+    they stay (published: 1e-3)."""
     max_skipped_updates: int = 5
     """The run stops after this many updates in a row were skipped for a non-finite gradient."""
 

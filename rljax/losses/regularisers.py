@@ -182,7 +182,9 @@ class adaptive_entropy(Regulariser):
 
 @dataclasses.dataclass(frozen=True)
 class router_balance(Regulariser):
-    """Adds the auxiliary loss of a mixture's router: coef·`PolicyOutputs.router`.
+    """Adds the load-balancing loss of a mixture's routers: coef·`PolicyOutputs.router`.
+
+    The load in it is that of the whole optimizer batch (`models.balance_loss`).
 
     Args:
         coef: Coefficient.
@@ -199,6 +201,11 @@ class router_balance(Regulariser):
     def needs(self) -> frozenset[str]:
         """The router's auxiliary loss of each token."""
         return frozenset({"router"})
+
+    def surrogate(self, step: Step, chosen: Bool[Array, "R T"] | None) -> Step:
+        """Reports the loss; J stays."""
+        found = {"moe/balance_loss": Mean.of(step.output("router", self), step.counted())}
+        return step.replace(stats={**step.stats, **found})
 
     def penalty(self, step: Step, chosen: Bool[Array, "R T"] | None) -> Float[Array, "R T"]:
         """What is added to the loss of each token."""

@@ -1,5 +1,6 @@
 """Policies as pure functions: one declaration of the parameters, one forward pass."""
 
+from rljax.models.balance import move_corrections, routed_load
 from rljax.models.config import (
     Attention,
     Block,
@@ -32,6 +33,7 @@ from rljax.models.parameters import (
     for_compute,
     init,
     names,
+    path_name,
     shardings,
 )
 from rljax.models.presets import PRESETS
@@ -68,7 +70,10 @@ __all__ = [
     "init_critic",
     "logits",
     "merge_adapters",
+    "move_corrections",
     "names",
+    "path_name",
+    "routed_load",
     "save_pretrained",
     "score_tokens",
     "shardings",

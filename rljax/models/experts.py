@@ -27,6 +27,8 @@ class RouterOutputs:
       entropy: float32 [layers], sum over tokens of the router distribution's entropy, nats.
       flips: float32 [layers], tokens whose own top-k set differs from the replayed one.
       tokens: float32 scalar, tokens counted.
+      auxiliary: float32 [B, T], each token's load-balancing loss, a mean over the layers, with its
+        gradient; None unless the load was given.
     """
 
     experts: Int[Array, "B T layers k"]
@@ -34,6 +36,7 @@ class RouterOutputs:
     entropy: Float[Array, " layers"]
     flips: Float[Array, " layers"]
     tokens: Float[Array, ""]
+    auxiliary: Float[Array, "B T"] | None = None
 
 
 CLAMP = 7.0

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rljax.mesh import constrain_rows
 from rljax.models import experts as moe
+from rljax.models.balance import balance_loss
 from rljax.models.config import (
     Attention,
     Dense,
@@ -287,7 +288,7 @@ def _shared(p: Params, x: Array, c: Experts) -> Array:
 
 
 def _mixture(
-    p: Params, x: Array, c: Experts, counted: Array, replay: Array | None
+    p: Params, x: Array, c: Experts, counted: Array, replay: Array | None, load: Array | None
 ) -> tuple[Array, dict[str, Array]]:
     b, t, width = x.shape
     flat = x.reshape(b * t, width)
@@ -308,7 +309,10 @@ def _mixture(
         "entropy": jnp.sum(live * entropy),
         "flips": jnp.sum(live * flipped),
     }
-    return out, jax.lax.stop_gradient(stats)
+    stats = jax.lax.stop_gradient(stats)
+    if load is not None:
+        stats["auxiliary"] = balance_loss(probs, load[: c.num_experts]).reshape(b, t)
+    return out, stats
 
 
 def hidden_states(
@@ -321,6 +325,7 @@ def hidden_states(
     cache: Any = None,
     counted: Bool[Array, "B T"] | None = None,
     routing: Int[Array, "B T layers k"] | None = None,
+    load: Float[Array, "layers E"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Any, RouterOutputs | None]:
     """Runs all layers; attention is the caller's, so that the same code trains and decodes.
 
@@ -334,6 +339,8 @@ def hidden_states(
         which would copy it).
       counted: Which tokens count in the routers' statistics; all by default.
       routing: Experts to replay in each mixture layer, -1 where unset.
+      load: Tokens given to each expert of each mixture layer over the whole optimizer batch; with
+        it the routers report their load-balancing loss.
 
     Returns:
       Final hidden states after the last norm, the cache, and what the routers did (None for a
@@ -345,7 +352,10 @@ def hidden_states(
     layer, mixture = 0, 0
     for stack, layers in zip(config.stacks, params["stacks"], strict=True):
         mixtures = sum(isinstance(b.feed_forward, Experts) for b in stack.pattern)
-        replay = None
+        replay, loads = None, None
+        if load is not None and mixtures:
+            part = load[mixture : mixture + mixtures * stack.repeats]
+            loads = part.reshape(stack.repeats, mixtures, -1)
         if routing is not None and mixtures:
             part = routing[:, :, mixture : mixture + mixtures * stack.repeats]
             replay = part.transpose(2, 0, 1, 3).reshape(
@@ -353,10 +363,12 @@ def hidden_states(
             )
 
         def repeat(
-            carry: tuple[Array, Any, Array], xs: tuple[list[Params], Array | None], stack=stack
+            carry: tuple[Array, Any, Array],
+            xs: tuple[list[Params], Array | None, Array | None],
+            stack=stack,
         ) -> tuple[tuple[Array, Any, Array], dict[str, Array] | None]:
             x, cache, layer = carry
-            weights, replay = xs
+            weights, replay, loads = xs
             outputs: list[dict[str, Array]] = []
             for i, (block, p) in enumerate(zip(stack.pattern, weights, strict=True)):
                 with jax.named_scope("attention"):
@@ -378,7 +390,10 @@ def hidden_states(
                         y = _dense(p["feed_forward"], y)
                     else:
                         old = None if replay is None else replay[len(outputs)]
-                        y, stats = _mixture(p["feed_forward"], y, block.feed_forward, counted, old)
+                        given = None if loads is None else loads[len(outputs)]
+                        y, stats = _mixture(
+                            p["feed_forward"], y, block.feed_forward, counted, old, given
+                        )
                         outputs.append(stats)
                     x = x + y
             stacked = jax.tree.map(lambda *a: jnp.stack(a), *outputs) if outputs else None
@@ -388,7 +403,7 @@ def hidden_states(
         (x, cache, _), stats = jax.lax.scan(
             body,
             (x, cache, jnp.int32(layer)),
-            (layers, replay),
+            (layers, replay, loads),
             length=stack.repeats,
             unroll=stack.repeats <= _UNROLLED,
         )
@@ -410,6 +425,8 @@ def hidden_states(
         "entropy": jnp.concatenate([f["entropy"] for f in found]),
         "flips": jnp.concatenate([f["flips"] for f in found]),
     }
+    if load is not None:
+        joined["auxiliary"] = jnp.concatenate([f["auxiliary"] for f in found]).mean(0)
     return x, cache, RouterOutputs(tokens=jnp.sum(counted.astype(jnp.float32)), **joined)
 
 
@@ -531,6 +548,7 @@ def score_tokens(
     wanted: Bool[Array, "B T"] | None = None,
     most_wanted: int | None = None,
     prefix: Int[Array, "B T"] | None = None,
+    load: Float[Array, "layers E"] | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], RouterOutputs | None]:
     """`token_logprobs`, with what the routers did, and only where somebody asks.
 
@@ -549,6 +567,7 @@ def score_tokens(
         past the bound get NaN.
       prefix: The segment that a position sees besides its own, 0 for none: a prompt that several
         responses of its row share. Their first tokens are scored given its last.
+      load: As in `hidden_states`, for the routers' load-balancing loss.
 
     Returns:
       logp, entropy, and the routers' outputs (None for a dense model).
@@ -561,7 +580,7 @@ def score_tokens(
             f"temperature={temperature} must be above 0: greedy decoding has no log-probabilities"
         )
     before, follows, router = states_before(
-        params, config, tokens, positions, segments, prefix=prefix, routing=routing
+        params, config, tokens, positions, segments, prefix=prefix, routing=routing, load=load
     )
     keep = follows if wanted is None else follows & wanted
     rows = jnp.arange(tokens.shape[0])[:, None]
@@ -589,6 +608,7 @@ def states_before(
     *,
     prefix: Int[Array, "B T"] | None = None,
     routing: Int[Array, "B T layers k"] | None = None,
+    load: Float[Array, "layers E"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Bool[Array, "B T"], RouterOutputs | None]:
     """Final hidden states in which each token was chosen: what policy and critic both read.
 
@@ -604,6 +624,7 @@ def states_before(
         full_attention(positions, segments, prefix),
         counted=segments > 0,
         routing=routing,
+        load=load,
     )
     return *preceding(hidden, segments, prefix), router
 

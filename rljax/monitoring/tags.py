@@ -96,6 +96,8 @@ TAGS: tuple[Tag, ...] = (
     Tag("staleness/dropped", "responses", "Responses thrown away as too old"),
     # Mixture-of-experts layers.
     Tag("moe/load_max_over_mean", "1", "Tokens of the busiest expert over the mean; 1 is even"),
+    Tag("moe/dead_frac", "1", "Share of the experts, over all layers, that got no token"),
+    Tag("moe/balance_loss", "1", "Load-balancing loss of the routers; 1 where load is even"),
     Tag("moe/router_entropy", "nats", "Mean entropy of the router's distribution"),
     Tag("moe/expert_<n>_load", "1", "Share of the routed tokens of layer n on its busiest expert"),
     # Where the time goes.

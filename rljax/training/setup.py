@@ -50,7 +50,8 @@ _log = logging.getLogger(__name__)
 
 # Settings that add a part to any objective.
 _ADDED = (
-    "truncated_is", "top_entropy", "entropy_coef", "entropy_target", "clip_cov", "kl_cov",
+    "truncated_is", "top_entropy", "entropy_coef", "entropy_target", "router_aux_loss_coef",
+    "clip_cov", "kl_cov",
 )  # fmt: skip
 
 _MAY_CHANGE = (
@@ -200,6 +201,7 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
             detokenize=policy.tokenizer.decode,
         )
         objective = make_objective(config)
+        _check_balance(config, policy.model)
         with_critic = objective.critic is not None
         optimizer = states.make_optimizer(config.optimizer, config.updates, with_critic)
         checkpoints = Checkpoints(directory / "checkpoints", config.run.keep_checkpoints)
@@ -272,6 +274,7 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
                 replay=settings.routing_replay != "none",
                 seed=config.run.seed,
                 lora=lora,
+                bias_rate=config.optimizer.router_bias_update_rate,
             ),
             merge=jax.jit(lambda state: state.weights(lora)),
             learning_rate=states.learning_rate(config.optimizer, config.updates),
@@ -398,6 +401,8 @@ def _with_additions(objective: L.Objective, chosen: ObjectiveSettings) -> L.Obje
         terms.append(adaptive)
     elif chosen.entropy_coef is not None:
         terms.append(L.entropy_bonus(chosen.entropy_coef))
+    if chosen.router_aux_loss_coef is not None:
+        terms.append(L.router_balance(chosen.router_aux_loss_coef))
     if chosen.clip_cov is not None:
         terms.append(L.clip_cov(fraction=chosen.clip_cov))
     if chosen.kl_cov is not None:
@@ -448,6 +453,26 @@ class _Policy:
         )
         key = jax.random.key(config.run.seed)
         return cls(model, tokenizer, lambda mesh: models.init(key, model, mesh=mesh))
+
+
+def _check_balance(config: Config, model: ModelConfig) -> None:
+    """Refuses balancing of what the model does not have."""
+    coef, rate = config.objective.router_aux_loss_coef, config.optimizer.router_bias_update_rate
+    if coef is not None and not model.top_k:
+        raise ValueError(
+            f"router_aux_loss_coef={coef}: the model has no experts to balance; leave it out"
+        )
+    kinds = [b.feed_forward for b in model.layers]
+    if rate and not any(isinstance(c, models.Experts) and c.correction_bias for c in kinds):
+        raise ValueError(
+            f"router_bias_update_rate={rate}: the model's routers have no correction bias (that of "
+            "deepseek_v3 does); use router_aux_loss_coef"
+        )
+    if rate and config.model.lora_rank:
+        raise ValueError(
+            f"router_bias_update_rate={rate} would move weights that lora_rank="
+            f"{config.model.lora_rank} freezes; set one of them to 0"
+        )
 
 
 def _lora(config: Config) -> models.Lora | None:

@@ -105,6 +105,7 @@ def make_optimizer(
                 b1=settings.adam_b1,
                 b2=settings.adam_b2,
                 weight_decay=settings.weight_decay,
+                mask=_decays,
             ),
         )
 
@@ -113,6 +114,13 @@ def make_optimizer(
     critic = dataclasses.replace(settings, learning_rate=settings.critic_learning_rate)
     return optax.multi_transform(
         {"policy": chain(settings), "critic": chain(critic)}, ("policy", "critic")
+    )
+
+
+def _decays(trained: Any) -> Any:
+    """Which weights decay: all but correction biases, which the load moves, not a gradient."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: not models.path_name(path).endswith("/correction"), trained
     )
 
 

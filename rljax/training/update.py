@@ -48,6 +48,7 @@ class RouterSums:
         values = {
             "moe/load_max_over_mean": float(over_mean.mean()),
             "moe/router_entropy": float(entropy.mean() / tokens),
+            "moe/dead_frac": float((load == 0).mean()),
             "mismatch/routing_flip_frac": float(flips.mean() / tokens),
         }
         for i, share in enumerate(load.max(1) / load.sum(1)):
@@ -235,6 +236,7 @@ def make_update(
     replay: bool = False,
     seed: int = 0,
     lora: models.Lora | None = None,
+    bias_rate: float = 0.0,
 ) -> Callable[[TrainState, Rows], tuple[TrainState, dict[str, Any], RouterSums | None]]:
     """One optimizer step as one jitted function; the state is donated.
 
@@ -251,6 +253,7 @@ def make_update(
       replay: Whether `Rows.routing` is replayed.
       seed: For the terms of the objective that choose tokens at random.
       lora: The adapters that are trained; None: the weights themselves.
+      bias_rate: By how much the routers' correction biases follow the load; 0: they stay.
 
     Returns:
       (state, rows) -> (state, mergeable metrics, router sums).
@@ -258,7 +261,7 @@ def make_update(
     with_critic = objective.critic is not None
 
     def outputs(
-        trained: Any, base: Params | None, rows: Rows
+        trained: Any, base: Params | None, rows: Rows, load: Array | None = None
     ) -> tuple[L.PolicyOutputs, models.RouterOutputs | None]:
         params, critic = trained if with_critic else (trained, None)
         params = policy_weights(params, base, lora)
@@ -273,18 +276,20 @@ def make_update(
             wanted=rows.mask,
             most_wanted=min(most_wanted * max(rows.max_segments - 1, 1), rows.tokens.shape[1]),
             prefix=rows.prefix,
+            load=load,
         )
         values = None
         if critic is not None:
             values = models.token_values(
                 critic, config, rows.tokens, rows.positions, rows.segments, prefix=rows.prefix
             )
-        return L.PolicyOutputs(logp, entropy=entropy, values=values), router
+        auxiliary = None if router is None else router.auxiliary
+        return L.PolicyOutputs(logp, entropy=entropy, values=values, router=auxiliary), router
 
     def loss(
-        trained: Any, state: TrainState, rows: Rows
+        trained: Any, state: TrainState, rows: Rows, load: Array | None
     ) -> tuple[Array, tuple[dict[str, Any], Any]]:
-        live, router = outputs(trained, state.base, rows)
+        live, router = outputs(trained, state.base, rows, load)
         value, stats = objective.loss(live, rows, state.objective)
         if rows.old_logp is None and rows.rollout_logp is not None:
             # The live policy is the one at the start of the step: the only update on this batch.
@@ -294,23 +299,40 @@ def make_update(
 
     gradient = jax.value_and_grad(loss, has_aux=True)
 
-    def look_ahead(state: TrainState, rows: Rows) -> Rows:
-        """Lets the batch-scoped terms choose their tokens from a pass over all rows."""
-        if "batch_stats" not in objective.needs:
-            return rows
-        live = jax.lax.map(
-            lambda part: outputs(state.trained, state.base, part)[0], _cut(rows, parts)
-        )
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
-        return objective.with_batch_stats(jax.tree.map(_join, live), rows, key)
+    def look_ahead(state: TrainState, rows: Rows) -> tuple[Rows, Array | None]:
+        """What the objective must know of the whole optimizer batch before it is cut.
 
-    def accumulate(state: TrainState, rows: Rows) -> tuple[Array, Any, dict[str, Any], Any]:
+        The tokens that its batch-scoped terms choose, and the load of the experts. Either may
+        take a pass over all rows; replayed routing tells the load without one.
+        """
+        chooses, balances = ("batch_stats" in objective.needs), ("router" in objective.needs)
+        load, routing = None, rows.routing if replay else None
+        if balances and routing is not None:
+            counted = (rows.segments > 0)[..., None, None]
+            load = models.routed_load(jnp.where(counted, routing, -1), config.num_experts)
+        if chooses or (balances and load is None):
+
+            def look(part: Rows) -> tuple[L.PolicyOutputs, Array | None]:
+                live, router = outputs(state.trained, state.base, part)
+                return live, None if router is None else router.load
+
+            live, loads = jax.lax.map(look, _cut(rows, parts))
+            if balances and load is None:
+                load = loads.sum(0)
+            if chooses:
+                key = jax.random.fold_in(jax.random.key(seed), state.step)
+                rows = objective.with_batch_stats(jax.tree.map(_join, live), rows, key)
+        return rows, load
+
+    def accumulate(
+        state: TrainState, rows: Rows, load: Array | None
+    ) -> tuple[Array, Any, dict[str, Any], Any]:
         if parts == 1:
-            (value, (stats, sums)), grads = gradient(state.trained, state, rows)
+            (value, (stats, sums)), grads = gradient(state.trained, state, rows, load)
             return value, grads, stats, sums
 
         def add(total: tuple[Array, Params], micro: Rows) -> tuple[tuple[Array, Params], Any]:
-            (value, aux), grads = gradient(state.trained, state, micro)
+            (value, aux), grads = gradient(state.trained, state, micro, load)
             return jax.tree.map(jnp.add, total, (value, grads)), aux
 
         zero = jax.tree.map(jnp.zeros_like, state.trained)
@@ -323,14 +345,16 @@ def make_update(
         state: TrainState, base: Params | None, rows: Rows
     ) -> tuple[TrainState, dict[str, Any], Any]:
         state = dataclasses.replace(state, base=base)
-        rows = look_ahead(state, rows)
-        value, grads, stats, sums = accumulate(state, rows)
+        rows, load = look_ahead(state, rows)
+        value, grads, stats, sums = accumulate(state, rows, load)
         norm = optax.global_norm(grads)
         some = rows.trains
         good = jnp.isfinite(norm) & jnp.isfinite(value) & some
         changes, opt_state = optimizer.update(grads, state.opt_state, state.trained)
         new = optax.apply_updates(state.trained, changes)
         params, critic = new if with_critic else (new, None)
+        if bias_rate:
+            params = models.move_corrections(params, config, sums.load, bias_rate)
 
         def choose(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)

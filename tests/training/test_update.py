@@ -40,7 +40,7 @@ def make_batch():
     )
 
 
-def step(objective, mesh, parts=1, batch=None, lora=None):
+def step(objective, mesh, parts=1, batch=None, lora=None, replay=True):
     optimizer = states.make_optimizer(SETTINGS, 100)
     params, base = models.init(jax.random.key(0), CONFIG, mesh=mesh), None
     if lora is not None:
@@ -54,7 +54,7 @@ def step(objective, mesh, parts=1, batch=None, lora=None):
         temperature=0.8,
         most_wanted=6,
         parts=parts,
-        replay=True,
+        replay=replay,
         lora=lora,
     )
     with jax.set_mesh(mesh):
@@ -82,6 +82,10 @@ OBJECTIVES = {
         ),
     ),
 }
+# The load is known from the routing that is replayed, or found by a pass over all rows.
+for name in ("balanced", "balanced anew"):
+    balance = L.router_balance(0.5)
+    OBJECTIVES[name] = dataclasses.replace(L.grpo(beta=0.0), regularisers=(balance,))
 
 
 LORA = models.Lora(rank=2, alpha=4.0)
@@ -90,17 +94,23 @@ LORA = models.Lora(rank=2, alpha=4.0)
 @pytest.fixture(scope="module", params=[*OBJECTIVES, "adapters"])
 def whole(request):
     objective = OBJECTIVES.get(request.param, L.grpo(beta=0.0))
-    lora = LORA if request.param == "adapters" else None
-    return (objective, lora), step(objective, one_device(), lora=lora)
+    options = {"lora": LORA} if request.param == "adapters" else {}
+    if request.param == "balanced":
+        batch = make_batch()
+        routing = np.random.default_rng(1).permuted(np.tile(np.arange(4), (B, T, 1, 1)), axis=-1)
+        options["batch"] = batch.replace(routing=routing[..., :2].astype(np.int32))
+    if request.param == "balanced anew":
+        options["replay"] = False
+    return (objective, options), step(objective, one_device(), **options)
 
 
 @pytest.mark.parametrize("devices,parts", [(1, 4), (8, 1), (4, 2)])
 def test_micro_batches_and_devices_change_nothing(whole, devices, parts):
-    (objective, lora), (expected, numbers, sums) = whole
+    (objective, options), (expected, numbers, sums) = whole
     mesh = one_device()
     if devices > 1:
         mesh = meshes.make(data=2, fsdp=devices // 2, devices=jax.devices()[:devices])
-    state, found, router = step(objective, mesh, parts, lora=lora)
+    state, found, router = step(objective, mesh, parts, **options)
     moments, others = state.opt_state[1][0].mu, expected.opt_state[1][0].mu
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-7), moments, others
@@ -193,3 +203,33 @@ def test_sizes_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="micro_batch_size=3 must divide the 8"):
         updates.micro_batches(16, 2, 3)
     assert updates.micro_batches(16, 2, 2) == 4
+
+
+def test_correction_biases_follow_the_load():
+    mixture = models.Experts(4, 2, 24, scoring="sigmoid", correction_bias=True)
+    attention = models.Attention(num_heads=2, num_kv_heads=2, head_dim=8)
+    blocks = (models.Block(attention, models.Dense(24)), models.Block(attention, mixture))
+    config = models.ModelConfig(16, 16, (models.Stack(blocks, 2),), family="deepseek_v3")
+    mesh, objective = one_device(), L.grpo(beta=0.0)
+    settings = dataclasses.replace(SETTINGS, weight_decay=0.1)
+    optimizer = states.make_optimizer(settings, 100)
+    batch = make_batch().replace(routing=None)
+
+    def run(rate):
+        params = models.init(jax.random.key(0), config, mesh=mesh)
+        params["stacks"][0][1]["feed_forward"]["correction"] += 0.5
+        state = states.create(params, optimizer, objective, mesh)
+        update = updates.make_update(
+            config, objective, optimizer, temperature=1.0, most_wanted=6, bias_rate=rate
+        )
+        with jax.set_mesh(mesh):
+            state, _, router = update(state, objective.prepare(meshes.shard_rows(batch, mesh))[0])
+        layers = state.params["stacks"][0]
+        return layers[1]["feed_forward"].pop("correction"), state.params, np.asarray(router.load)
+
+    still, others, load = run(0.0)
+    np.testing.assert_array_equal(still, np.full((2, 4), 0.5))  # no gradient, and no decay
+    moved, same, _ = run(0.01)
+    np.testing.assert_allclose(moved, 0.5 + 0.01 * np.sign(load.mean(1, keepdims=True) - load))
+    assert (moved != still).any()
+    jax.tree.map(np.testing.assert_array_equal, others, same)
