@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rljax.models.config import Attention, Block, Dense, ModelConfig, Stack
-from rljax.models.families import Fields
+from rljax.models.fields import Fields
 from rljax.models.weights import Table, from_heads, linear, rows, to_heads, vector
 
 TABLE: Table = {
