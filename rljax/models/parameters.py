@@ -84,12 +84,13 @@ def _attention(c: Attention | LatentAttention, width: int) -> Params:
 
 
 def _latent_attention(c: LatentAttention, width: int) -> Params:
+    # Ranks are split as the width of hidden states is, where they are the inner dimension.
     h, query = c.num_heads, c.nope_dim + c.rope_dim
     out: Params = {
         "kv_down": _matrix((width, c.kv_rank + c.rope_dim), ("embed", None), width),
         "kv_norm": _norm((c.kv_rank,)),
         "kv_up": _matrix(
-            (c.kv_rank, h, c.nope_dim + c.value_dim), (None, "heads", "head_dim"), c.kv_rank
+            (c.kv_rank, h, c.nope_dim + c.value_dim), ("embed", "heads", "head_dim"), c.kv_rank
         ),
         "o": _matrix((h, c.value_dim, width), ("heads", "head_dim", "embed"), h * c.value_dim),
     }
@@ -98,7 +99,7 @@ def _latent_attention(c: LatentAttention, width: int) -> Params:
     else:
         out["q_down"] = _matrix((width, c.q_rank), ("embed", None), width)
         out["q_norm"] = _norm((c.q_rank,))
-        out["q_up"] = _matrix((c.q_rank, h, query), (None, "heads", "head_dim"), c.q_rank)
+        out["q_up"] = _matrix((c.q_rank, h, query), ("embed", "heads", "head_dim"), c.q_rank)
     return out
 
 

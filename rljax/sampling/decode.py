@@ -107,6 +107,8 @@ def paged_attention(
 ) -> Attend:
     """Writes the new keys and values into their pages, then attends over all pages of each row.
 
+    Where the pool keeps no values, those given must be the leading part of the keys.
+
     Args:
       table: The pages of each row, in order; entries past a row's length may be anything valid.
       positions: Positions of the new tokens.
