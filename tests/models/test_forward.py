@@ -61,7 +61,33 @@ RICH = models.ModelConfig(
     hidden_size=16,
     stacks=(models.Stack((models.Block(RICH_ATTENTION, RICH_EXPERTS),), 1),),
 )
-CONFIGS = {"dense": DENSE, "mixture": MIXTURE, "rich": RICH}
+LATENT_ATTENTION = models.LatentAttention(
+    num_heads=4,
+    q_rank=None,
+    kv_rank=8,
+    nope_dim=4,
+    rope_dim=4,
+    value_dim=6,
+    rope_scaling=models.Yarn(4.0, 8),
+    scale_weight=0.7,
+)
+LATENT_EXPERTS = models.Experts(
+    num_experts=16,
+    top_k=2,
+    intermediate_size=8,
+    scoring="sigmoid",
+    groups=4,
+    top_groups=2,
+    scale=2.5,
+    correction_bias=True,
+    shared_size=8,
+)
+LATENT = models.ModelConfig(
+    vocab_size=V,
+    hidden_size=16,
+    stacks=(models.Stack((models.Block(LATENT_ATTENTION, LATENT_EXPERTS),), 1),),
+)
+CONFIGS = {"dense": DENSE, "mixture": MIXTURE, "rich": RICH, "latent": LATENT}
 
 
 @pytest.fixture(scope="module")
