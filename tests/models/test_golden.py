@@ -102,14 +102,14 @@ def test_logits_equal_transformers_with_padding_on_either_side(name):
     _, expected, logits, _, segments = run(name)
     for rows in (slice(0, 4), slice(4, 8)):
         found = [x[s > 0] for x, s in zip(logits[rows], segments[rows], strict=True)]
-        assert worst(expected["logits"], found) < 1e-5
+        assert worst(expected["logits"], found) < 2e-5
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_of_packed_rows_equal_transformers(name):
     _, expected, logits, _, segments = run(name)
     found = [logits[8:][segments[8:] == s] for s in (1, 2, 3, 4)]
-    assert worst(expected["logits"], found) < 1e-5
+    assert worst(expected["logits"], found) < 2e-5
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
