@@ -146,7 +146,9 @@ def _blocks_backward(block: int, saved: tuple, g: Array) -> tuple[Array, Array, 
         part = jnp.einsum("bd,bf->df", a, b, preferred_element_type=jnp.float32)
         return total.at[e].add(part), None
 
-    dw, _ = jax.lax.scan(add, jnp.zeros(weights.shape, jnp.float32), (group, used, tiles, g))
+    # Like the weights, so that inside shard_map the sum varies as they do.
+    zero = jnp.zeros_like(weights, dtype=jnp.float32)
+    dw, _ = jax.lax.scan(add, zero, (group, used, tiles, g))
     return dx, dw.astype(weights.dtype), np.zeros(sizes.shape, jax.dtypes.float0)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -14,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 AXES = ("data", "fsdp", "expert", "context", "tensor", "stage")
 """Mesh axes, in the order of the device grid; each has size 1 unless asked for."""
 
-BATCH_AXES = ("data", "fsdp")
-"""The mesh axes over which rows of a batch are split."""
+BATCH_AXES = ("data", "fsdp", "expert")
+"""The mesh axes over which rows of a batch and slots of the sampler are split. The expert axis is
+one of them, so that no device is idle outside the experts; inside them tokens are exchanged."""
 
 Rules = Mapping[str, str | None]
 """Logical axis of a weight -> the mesh axis that splits it (None: not split)."""
@@ -154,17 +156,98 @@ def batch_shards(mesh: Mesh | None) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[a] for a in BATCH_AXES)
 
 
-def constrain_rows(x: jax.Array) -> jax.Array:
-    """Keeps the leading dimension of an activation split over `BATCH_AXES`.
+def split(axis: str) -> bool:
+    """Whether XLA splits arrays over a mesh axis here: under `jax.set_mesh`, not in `shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return types.get(axis) == AxisType.Auto and mesh.shape[axis] > 1
+
+
+Names = str | Sequence[str] | None
+"""The mesh axes that are to split one dimension."""
+
+
+def fit(shape: Sequence[int], *names: Names) -> P:
+    """The spec that splits each dimension over its mesh axes, as far as they split and divide it.
+
+    Args:
+      shape: The array's shape.
+      *names: For each dimension the mesh axes, in order; those from the first on that does not
+        divide what is left are dropped. Dimensions past the last stay whole.
+    """
+    spec: list[Any] = []
+    for size, wanted in zip(shape, names, strict=False):
+        kept: list[str] = []
+        for axis in [wanted] if isinstance(wanted, str) else wanted or ():
+            if not split(axis):
+                continue
+            ways = jax.sharding.get_abstract_mesh().shape[axis]
+            if size % ways:
+                break
+            kept.append(axis)
+            size //= ways
+        spec.append(tuple(kept) or None)
+    return P(*spec)
+
+
+def axes_of(spec: P) -> tuple[str, ...]:
+    """The mesh axes that a spec names."""
+    return tuple(a for part in spec for a in ((part,) if isinstance(part, str) else part or ()))
+
+
+def constrain(x: jax.Array, *names: Names) -> jax.Array:
+    """Keeps an activation split over mesh axes; see `fit`.
 
     Does nothing outside `jax.set_mesh`, so that model code needs no mesh.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or not set(BATCH_AXES) <= set(mesh.axis_names):
-        return x
-    if any(t != AxisType.Auto for t in mesh.axis_types):  # inside shard_map all is local already
-        return x
-    return jax.lax.with_sharding_constraint(x, P(BATCH_AXES))
+    spec = fit(x.shape, *names)
+    return jax.lax.with_sharding_constraint(x, spec) if any(spec) else x
+
+
+def constrain_rows(x: jax.Array) -> jax.Array:
+    """Keeps an activation [B, T, ...] split over `BATCH_AXES` and, along T, over `context`."""
+    return constrain(x, BATCH_AXES, "context")
+
+
+def map_shards(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """The function on each device's own part, where XLA splits anything; else the function.
+
+    Args:
+      function: Runs on parts; `varies` tells which of them differ.
+      in_specs: As for `jax.shard_map`, made by `fit`.
+      out_specs: Likewise.
+    """
+    axes = {axis for axis in AXES if split(axis)}
+    if not axes:
+        return function
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=axes)
+
+
+def varies(x: Any, axis: str) -> bool:
+    """Whether an array inside `shard_map` may differ along a mesh axis."""
+    return axis in jax.typeof(x).manual_axis_type.varying
+
+
+def true_anywhere(x: jax.Array, axis: str) -> jax.Array:
+    """Whether a bool is true on any device along a mesh axis, inside `shard_map` or not.
+
+    Devices that exchange tokens must agree on when a loop ends.
+    """
+    return jax.lax.psum(x.astype(jnp.int32), axis) > 0 if varies(x, axis) else x
+
+
+def vary_alike(tree: Any) -> Any:
+    """Lets every array vary over all axes that any of them varies over, inside `shard_map`.
+
+    The transpose adds up the gradients of the copies.
+    """
+    axes = [a for a in AXES if any(varies(x, a) for x in jax.tree.leaves(tree))]
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(a for a in axes if not varies(x, a))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
 
 
 def shard_rows(tree: Any, mesh: Mesh) -> Any:
@@ -178,7 +261,7 @@ def shard_rows(tree: Any, mesh: Mesh) -> Any:
     def put(x: Any) -> jax.Array:
         if np.shape(x)[0] % parts:
             raise ValueError(
-                f"{np.shape(x)[0]} rows do not divide over data×fsdp = {parts} devices; "
+                f"{np.shape(x)[0]} rows do not divide over data×fsdp×expert = {parts} devices; "
                 "change the batch size or the mesh"
             )
         return jax.device_put(x, batch_sharding(mesh))

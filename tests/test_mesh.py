@@ -131,7 +131,7 @@ def test_rows_are_split_over_data_and_fsdp():
     assert put["a"].sharding.shard_shape((8,)) == (2,)
     assert put["b"].sharding.shard_shape((4, 3)) == (1, 3)
     assert np.array_equal(put["a"], tree["a"])
-    with pytest.raises(ValueError, match="6 rows do not divide over data×fsdp = 4 devices"):
+    with pytest.raises(ValueError, match="6 rows do not divide over data×fsdp×expert = 4 devices"):
         meshes.shard_rows(np.ones(6), mesh)
     whole = jax.device_put(np.ones(6), meshes.replicated(mesh))
     assert whole.sharding.is_fully_replicated

@@ -231,6 +231,8 @@ class ModelConfig:
       dtype: Dtype of activations and matmul inputs; softmax, router and log-probabilities are
         float32 whatever it is.
       remat: Whether each layer's activations are recomputed in the backward pass.
+      expert_exchange: How tokens meet experts on other devices (see `experts.parallel_experts`);
+        None: as moves less.
       family: The transformers `model_type` whose weight names it is saved under.
       max_position: The longest sequence it was made for; informative.
     """
@@ -242,6 +244,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: bool = False
+    expert_exchange: Literal["gather", "all_to_all"] | None = None
     family: str = "qwen3"
     max_position: int = 32_768
 

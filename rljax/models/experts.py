@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -12,9 +13,11 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 from rljax_kernels import grouped_matmul as gmm
 
+from rljax.mesh import varies, vary_alike
 from rljax.models.config import Experts
 
 Dispatch = Literal["all", "sorted"]
+Exchange = Literal["gather", "all_to_all"]
 
 
 @struct.dataclass
@@ -114,6 +117,7 @@ def experts(
     weights: Float[Array, "N k"],
     dispatch: Dispatch | None = None,
     activation: Literal["silu", "clamped"] = "silu",
+    devices: int = 1,
 ) -> Float[Array, "N D"]:
     """Σ over the chosen experts of weight · expert; no token is dropped.
 
@@ -121,18 +125,22 @@ def experts(
       params: `gate`, `up` [E, D, F] and `down` [E, F, D]; with biases also `gate_bias`, `up_bias`
         [E, F] and `down_bias` [E, D].
       x: Hidden states, in the compute dtype.
-      chosen: Experts of each token.
+      chosen: Experts of each token; those not below E add nothing.
       weights: Their weights, float32.
       dispatch: `all` sends every token through every expert, for few tokens or few experts: its
         row bits do not depend on the other rows. `sorted` sorts tokens by expert for
         `grouped_matmul`. None: the cheaper by count of rows.
       activation: As in `Experts`.
+      devices: Over how many devices all experts are spread, of which these are one's.
     """
     n, k = chosen.shape
     e = params["gate"].shape[0]
-    block = gmm.block_size(n * k, e) if gmm.default_backend() == "blocks" else 1
+    blocks = gmm.default_backend() == "blocks"
+    block = gmm.block_size(n * k, e) if blocks else 1
     if dispatch is None:
-        dispatch = "all" if n * e <= 2 * (n * k + e * block) else "sorted"
+        # Blocks are computed whether they hold rows or not; ragged rows past the groups are not.
+        rows = n * k if blocks else n * k // devices
+        dispatch = "all" if n * e <= 2 * (rows + e * block) else "sorted"
     biased = "down_bias" in params
 
     def cast(name: str) -> Array:
@@ -160,9 +168,10 @@ def experts(
         rows = gmm.aligned_rows(n * k, e, block)
     else:
         target, rows = jnp.arange(n * k, dtype=jnp.int32), n * k
-    source = jnp.full((rows,), n * k, jnp.int32).at[target].set(order)
+    target = jnp.where(flat[order] < e, target, rows)  # out of bounds: read by nobody
+    source = jnp.full((rows,), n * k, jnp.int32).at[target].set(order, mode="drop")
     place = jnp.zeros((n * k,), jnp.int32).at[order].set(target)
-    spread = _gather_rows(x, source // k, place.reshape(n, k), n)
+    spread = _gather_rows(x, source // k, place.reshape(n, k))
 
     grouped = functools.partial(
         gmm.grouped_matmul, group_sizes=sizes, aligned=block if block > 1 else None
@@ -179,6 +188,133 @@ def experts(
     return jnp.einsum("nkd,nk->nd", picked.astype(jnp.float32), weights).astype(x.dtype)
 
 
+def parallel_experts(
+    params: dict[str, Any],
+    x: Float[Array, "N D"],
+    chosen: Int[Array, "N k"],
+    weights: Float[Array, "N k"],
+    activation: Literal["silu", "clamped"] = "silu",
+    exchange: Exchange | None = None,
+) -> Float[Array, "N D"]:
+    """`experts` inside `shard_map`, where devices hold different experts, or slices of them.
+
+    What the weights vary over tells which: over `expert`, they are different experts; over
+    `tensor`, slices of their inner size. Every token meets all of its experts, however many others
+    want the same. Devices add up in float32.
+
+    Args:
+      params: As for `experts`, this device's.
+      x: This device's tokens.
+      chosen: Their experts, numbered over all devices.
+      weights: As for `experts`.
+      activation: Likewise.
+      exchange: How tokens meet experts of other devices, with equal results. `gather` shows all
+        tokens to all devices and adds up what each has to say. `all_to_all` sends a token to the
+        devices that have one of its experts, and back. None: the one that moves less.
+    """
+    here = params["gate"].shape[0]
+    sliced, spread = (varies(params["gate"], axis) for axis in ("tensor", "expert"))
+    devices = jax.lax.axis_size("expert") if spread else 1
+    first = jax.lax.axis_index("expert") * here if spread else 0
+    if sliced and "down_bias" in params:  # the sum over slices is to hold it once
+        once = jax.lax.axis_index("tensor") == 0
+        params = {**params, "down_bias": jnp.where(once, params["down_bias"], 0)}
+
+    def compute(x: Array, chosen: Array, weights: Array) -> Array:
+        """What this device's experts add to some tokens."""
+        local = chosen - first
+        local = jnp.where((local >= 0) & (local < here), local, here)
+        given = vary_alike((params, x, local, weights))
+        return experts(*given, None, activation, devices).astype(jnp.float32)
+
+    if not spread:
+        out = compute(x, chosen, weights)
+    elif not varies(x, "expert"):
+        out = jax.lax.psum(compute(x, chosen, weights), "expert")
+    elif (exchange or _cheaper_exchange(chosen, devices)) == "gather":
+        everything = (jax.lax.all_gather(a, "expert", tiled=True) for a in (x, chosen, weights))
+        out = jax.lax.psum_scatter(compute(*everything), "expert", tiled=True)
+    else:
+        out = _sent_around(compute, x, chosen, weights, chosen // here, devices)
+    return (jax.lax.psum(out, "tensor") if sliced else out).astype(x.dtype)
+
+
+def _cheaper_exchange(chosen: Array, devices: int) -> Exchange:
+    """By bytes: a token goes to k devices at most. Few tokens cost latency, which gather has less.
+
+    The dense exchange of a CPU sends as much as a gather, so there it is never worth it.
+    """
+    tokens, k = chosen.shape
+    return "all_to_all" if _ragged_exchange() and devices > k and tokens >= 256 else "gather"
+
+
+def _ragged_exchange() -> bool:
+    """Whether only the rows that there are need to be sent; XLA on CPU has no such program."""
+    return jax.default_backend() != "cpu"
+
+
+def _sent_around(
+    compute: Callable[..., Array],
+    x: Array,
+    chosen: Array,
+    weights: Array,
+    owner: Array,
+    devices: int,
+) -> Array:
+    """Sends each token to the devices that own one of its experts, and adds up what they answer.
+
+    There is room for all tokens on each way, so that none is ever dropped.
+    """
+    n = chosen.shape[0]
+    goes = (owner[None] == jnp.arange(devices)[:, None, None]).any(-1)  # [devices, n]
+    count = goes.sum(1).astype(jnp.int32)
+    awaited = jax.lax.all_to_all(count, "expert", 0, 0, tiled=True)
+    # Slot [d, i] holds the i-th token that goes to device d.
+    token = jnp.argsort(~goes, axis=1, stable=True)
+    device, filled = jnp.arange(devices)[:, None], jnp.arange(n) < count[:, None]
+    index = jnp.where(filled, token, n).reshape(-1)
+    reader = jnp.where(filled, token * devices + device, n * devices).reshape(-1)
+    slot = jnp.where(goes, device * n + jnp.cumsum(goes, axis=1) - 1, devices * n).T
+
+    def send(a: Array) -> Array:
+        return _swap(_gather_rows(a, index, slot), count, awaited)
+
+    # Counted from 1, so that empty slots have no expert.
+    numbers = _swap(_rows_at(chosen + 1, index), count, awaited) - 1
+    answers = _swap(compute(send(x), numbers, send(weights)), awaited, count)
+    mine = _pick_rows(answers, slot.reshape(-1), reader)
+    return mine.reshape(n, devices, -1).sum(1)
+
+
+@jax.custom_vjp
+def _swap(rows: Array, sent: Array, awaited: Array) -> Array:
+    """Trades slots [devices · n, ...] over `expert`: the first `sent[d]` of block d go to device d.
+
+    Block d of the result is what came from device d, `awaited[d]` rows and then zeros.
+    """
+    devices = sent.shape[0]
+    if not _ragged_exchange():
+        return jax.lax.all_to_all(rows, "expert", 0, 0, tiled=True)
+    n = rows.shape[0] // devices
+    starts = jnp.arange(devices, dtype=jnp.int32) * n
+    into = jnp.full_like(sent, jax.lax.axis_index("expert") * n)
+    return jax.lax.ragged_all_to_all(
+        rows, jnp.zeros_like(rows), starts, sent, into, awaited, axis_name="expert"
+    )
+
+
+def _swap_forward(rows: Array, sent: Array, awaited: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _swap(rows, sent, awaited), (sent, awaited)
+
+
+def _swap_backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, None, None]:
+    sent, awaited = saved
+    return _swap(g, awaited, sent), None, None
+
+
+_swap.defvjp(_swap_forward, _swap_backward)
+
+
 def _activate(gate: Array, up: Array, activation: Literal["silu", "clamped"]) -> Array:
     if activation == "silu":
         return jax.nn.silu(gate) * up
@@ -191,34 +327,40 @@ def _activate(gate: Array, up: Array, activation: Literal["silu", "clamped"]) ->
 
 @jax.custom_vjp
 def _pick_rows(x: Array, index: Array, inverse: Array) -> Array:
-    """x[index], where `inverse` says which output row reads each x row (out of range: none)."""
-    return x[index]
+    """x[index], where `inverse` says which output row reads each x row.
+
+    An index out of range gives 0; an inverse out of range says that nobody reads the row.
+    """
+    return _rows_at(x, index)
 
 
-def _pick_forward(x: Array, index: Array, inverse: Array) -> tuple[Array, tuple]:
-    return x[index], (index, inverse)
+def _pick_forward(x: Array, index: Array, inverse: Array) -> tuple[Array, Array]:
+    return _rows_at(x, index), inverse
 
 
-def _pick_backward(saved: tuple, g: Array) -> tuple[Array, None, None]:
-    _, inverse = saved
-    return g.at[inverse].get(mode="fill", fill_value=0), None, None
+def _pick_backward(inverse: Array, g: Array) -> tuple[Array, None, None]:
+    return _rows_at(g, inverse), None, None
+
+
+def _rows_at(x: Array, index: Array) -> Array:
+    return x.at[index].get(mode="fill", fill_value=0)
 
 
 _pick_rows.defvjp(_pick_forward, _pick_backward)
 
 
-def _gather_rows(x: Array, index: Array, readers: Array, n: int) -> Array:
-    """x[index] with zeros out of range; `readers` [N, k] are the output rows of each x row."""
+def _gather_rows(x: Array, index: Array, readers: Array) -> Array:
+    """x[index]; `readers` [N, k] are the output rows of each x row. Out of range is 0, or none."""
 
     @jax.custom_vjp
     def gather(x: Array, index: Array, readers: Array) -> Array:
-        return x.at[index].get(mode="fill", fill_value=0)
+        return _rows_at(x, index)
 
-    def forward(x: Array, index: Array, readers: Array) -> tuple[Array, tuple]:
-        return gather(x, index, readers), (readers,)
+    def forward(x: Array, index: Array, readers: Array) -> tuple[Array, Array]:
+        return _rows_at(x, index), readers
 
-    def backward(saved: tuple, g: Array) -> tuple[Array, None, None]:
-        return g[saved[0]].astype(jnp.float32).sum(1).astype(g.dtype), None, None
+    def backward(readers: Array, g: Array) -> tuple[Array, None, None]:
+        return _rows_at(g, readers).astype(jnp.float32).sum(1).astype(g.dtype), None, None
 
     gather.defvjp(forward, backward)
     return gather(x, index, readers)

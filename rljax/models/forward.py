@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from rljax.mesh import constrain_rows
+from rljax.mesh import (
+    BATCH_AXES,
+    axes_of,
+    constrain,
+    constrain_rows,
+    fit,
+    map_shards,
+    split,
+    varies,
+)
 from rljax.models import experts as moe
 from rljax.models.balance import balance_loss
 from rljax.models.config import (
@@ -181,17 +192,41 @@ def full_attention(
         allowed = causal
         if window is not None:
             allowed = causal & (positions[:, :, None] - positions[:, None, :] < window)
-        # 0 · NaN is NaN: what is masked must be finite, or it leaks into its neighbours' values
-        # and gradients. What is not is kept apart, and put back into its own sequence.
-        fine_q, fine_k = jnp.isfinite(q), jnp.isfinite(k)
-        fine_v = jnp.isfinite(v)
-        broken_key = ~(fine_k.all((2, 3)) & fine_v.all((2, 3)))
-        broken = ~fine_q.all((2, 3)) | (allowed & broken_key[:, None]).any(-1)
-        q, k, v = (jnp.where(f, x, 0) for f, x in ((fine_q, q), (fine_k, k), (fine_v, v)))
-        out = attend_masked(q, k, v, allowed, scale, sinks)
-        return jnp.where(broken[..., None, None], jnp.nan, out), cache
+        if not split("context"):
+            return _attend_finite(q, k, v, allowed, sinks, scale), cache
+        # Each device has the queries of its part of the rows, and gathers keys and values.
+        heads = fit(q.shape, BATCH_AXES, "context", "tensor")
+        local = map_shards(
+            functools.partial(_attend_gathered, scale=scale),
+            (heads, heads, heads, fit(allowed.shape, BATCH_AXES, "context"), P(*heads[2:])),
+            heads,
+        )
+        return local(q, k, v, allowed, sinks), cache
 
     return attend
+
+
+def _attend_gathered(
+    q: Array, k: Array, v: Array, allowed: Array, sinks: Array | None, scale: float
+) -> Array:
+    if varies(k, "context"):
+        k, v = (jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (k, v))
+    return _attend_finite(q, k, v, allowed, sinks, scale)
+
+
+def _attend_finite(
+    q: Array, k: Array, v: Array, allowed: Array, sinks: Array | None, scale: float
+) -> Array:
+    """`attend_masked` in which what is not finite spoils its own sequence and no other."""
+    # 0 · NaN is NaN: what is masked must be finite, or it leaks into its neighbours' values
+    # and gradients. What is not is kept apart, and put back into its own sequence.
+    fine_q, fine_k = jnp.isfinite(q), jnp.isfinite(k)
+    fine_v = jnp.isfinite(v)
+    broken_key = ~(fine_k.all((2, 3)) & fine_v.all((2, 3)))
+    broken = ~fine_q.all((2, 3)) | (allowed & broken_key[:, None]).any(-1)
+    q, k, v = (jnp.where(f, x, 0) for f, x in ((fine_q, q), (fine_k, k), (fine_v, v)))
+    out = attend_masked(q, k, v, allowed, scale, sinks)
+    return jnp.where(broken[..., None, None], jnp.nan, out)
 
 
 def _attention(
@@ -211,15 +246,20 @@ def _attention(
         y = matmul(x, p[name])
         return y + p[f"{name}_bias"].astype(x.dtype) if c.bias else y
 
-    q, k, v = project("q"), project("k"), project("v")
+    q, k, v = (_over_heads(project(name)) for name in ("q", "k", "v"))
     if c.qk_norm:
         q, k = (_qk_norm(y, p[name], config.norm_eps) for y, name in ((q, "q_norm"), (k, "k_norm")))
     q, k = _rotated((q, k), positions, c)
     out, cache = attend(
         q, k, v, layer, cache, scale=c.head_dim**-0.5, window=c.window, sinks=p.get("sinks")
     )
-    y = matmul(out, p["o"], 2)
+    y = matmul(_over_heads(out), p["o"], 2)
     return y + p["o_bias"].astype(x.dtype) if c.output_bias else y, cache
+
+
+def _over_heads(x: Array) -> Array:
+    """Keeps [B, T, heads, d] split over `tensor` by heads."""
+    return constrain(x, BATCH_AXES, "context", "tensor")
 
 
 def _rotated(
@@ -277,16 +317,18 @@ def matmul(x: Array, w: Array, contracted: int = 1) -> Array:
     """Contracts the last dimensions of x with the first of w, in x's dtype.
 
     As a product of two plain matrices: for more dimensions XLA turns the operands of the weights'
-    gradient round on CPU, which takes twice as long.
+    gradient round on CPU, which takes twice as long. Where rows and their lengths are both split
+    over devices, they stay two dimensions.
     """
-    inner = math.prod(w.shape[:contracted])
-    y = x.reshape(-1, inner) @ w.astype(x.dtype).reshape(inner, -1)
-    return y.reshape(*x.shape[: x.ndim - contracted], *w.shape[contracted:])
+    inner, lead = math.prod(w.shape[:contracted]), x.shape[: x.ndim - contracted]
+    flat = x.reshape(*(lead if split("context") else (-1,)), inner)
+    y = flat @ w.astype(x.dtype).reshape(inner, -1)
+    return y.reshape(*lead, *w.shape[contracted:])
 
 
 def _dense(p: Params, x: Array) -> Array:
     hidden = jax.nn.silu(matmul(x, p["gate"])) * matmul(x, p["up"])
-    return matmul(hidden, p["down"])
+    return matmul(constrain(hidden, BATCH_AXES, "context", "tensor"), p["down"])
 
 
 def _shared(p: Params, x: Array, c: Experts) -> Array:
@@ -299,32 +341,71 @@ def _shared(p: Params, x: Array, c: Experts) -> Array:
     return (jax.nn.sigmoid(z) * y.astype(jnp.float32)).astype(x.dtype)
 
 
+_EXPERT_AXES = {
+    "gate": ("expert", None, "tensor"),
+    "up": ("expert", None, "tensor"),
+    "down": ("expert", "tensor"),
+    "gate_bias": ("expert", "tensor"),
+    "up_bias": ("expert", "tensor"),
+    "down_bias": ("expert",),
+}
+"""The mesh axes that split the parameters of experts inside `shard_map`; the router is whole."""
+
+
 def _mixture(
-    p: Params, x: Array, c: Experts, counted: Array, replay: Array | None, load: Array | None
+    p: Params,
+    x: Array,
+    c: Experts,
+    config: ModelConfig,
+    counted: Array,
+    replay: Array | None,
+    load: Array | None,
 ) -> tuple[Array, dict[str, Array]]:
-    b, t, width = x.shape
-    flat = x.reshape(b * t, width)
-    old = None if replay is None else replay.reshape(b * t, c.top_k)
-    probs, own, used, weights = moe.route(
-        p["router"], flat, c, old, p.get("router_bias"), p.get("correction")
-    )
-    out = moe.experts(p, flat, used, weights, activation=c.activation).reshape(b, t, width)
-    if c.shared_size:
-        out = out + _shared(p, x, c)
-    live = counted.reshape(-1).astype(jnp.float32)
-    one_hot = jax.nn.one_hot(used, c.num_experts, dtype=jnp.float32).sum(1)
-    entropy = -jnp.sum(probs * jnp.log(jnp.maximum(probs, 1e-30)), axis=-1)
-    flipped = jnp.any(jnp.sort(own, -1) != jnp.sort(used, -1), axis=-1)
-    stats = {
-        "experts": used.reshape(b, t, c.top_k),
-        "load": live @ one_hot,
-        "entropy": jnp.sum(live * entropy),
-        "flips": jnp.sum(live * flipped),
+    rows = fit(x.shape, BATCH_AXES, "context")
+    axes = axes_of(rows)
+
+    def routed(
+        p: Params, x: Array, counted: Array, replay: Array | None, load: Array | None
+    ) -> tuple[Array, dict[str, Array]]:
+        """Each device routes its own tokens; what the routers did is added up."""
+        b, t, width = x.shape
+        flat = x.reshape(b * t, width)
+        old = None if replay is None else replay.reshape(b * t, c.top_k)
+        probs, own, used, weights = moe.route(
+            p["router"], flat, c, old, p.get("router_bias"), p.get("correction")
+        )
+        out = moe.parallel_experts(p, flat, used, weights, c.activation, config.expert_exchange)
+        live = counted.reshape(-1).astype(jnp.float32)
+        one_hot = jax.nn.one_hot(used, c.num_experts, dtype=jnp.float32).sum(1)
+        entropy = -jnp.sum(probs * jnp.log(jnp.maximum(probs, 1e-30)), axis=-1)
+        flipped = jnp.any(jnp.sort(own, -1) != jnp.sort(used, -1), axis=-1)
+        sums = jax.lax.stop_gradient(
+            {
+                "load": live @ one_hot,
+                "entropy": jnp.sum(live * entropy),
+                "flips": jnp.sum(live * flipped),
+            }
+        )
+        sums = jax.lax.psum(sums, axes) if axes else sums
+        stats = {"experts": used.reshape(b, t, c.top_k), **sums}
+        if load is not None:
+            stats["auxiliary"] = balance_loss(probs, load[: c.num_experts]).reshape(b, t)
+        return out.reshape(b, t, width), stats
+
+    # Cast before they are gathered, which halves the bytes in bfloat16.
+    p_routed = {
+        name: w.astype(x.dtype) if name in _EXPERT_AXES else w
+        for name, w in p.items()
+        if not name.startswith("shared")
     }
-    stats = jax.lax.stop_gradient(stats)
+    specs = {name: fit(w.shape, *_EXPERT_AXES.get(name, ())) for name, w in p_routed.items()}
+    stats_specs = {"experts": rows, "load": P(), "entropy": P(), "flips": P()}
     if load is not None:
-        stats["auxiliary"] = balance_loss(probs, load[: c.num_experts]).reshape(b, t)
-    return out, stats
+        stats_specs["auxiliary"] = rows
+    out, stats = map_shards(routed, (specs, rows, rows, rows, P()), (rows, stats_specs))(
+        p_routed, x, counted, replay, load
+    )
+    return (out + _shared(p, x, c) if c.shared_size else out), stats
 
 
 def hidden_states(
@@ -395,7 +476,7 @@ def hidden_states(
                         layer + i,
                         cache,
                     )
-                    x = x + y
+                    x = constrain_rows(x + y)
                 with jax.named_scope("feed_forward"):
                     y = rms_norm(x, p["feed_forward_norm"], config.norm_eps)
                     if isinstance(block.feed_forward, Dense):
@@ -404,12 +485,12 @@ def hidden_states(
                         old = None if replay is None else replay[len(outputs)]
                         given = None if loads is None else loads[len(outputs)]
                         y, stats = _mixture(
-                            p["feed_forward"], y, block.feed_forward, counted, old, given
+                            p["feed_forward"], y, block.feed_forward, config, counted, old, given
                         )
                         outputs.append(stats)
-                    x = x + y
+                    x = constrain_rows(x + y)
             stacked = jax.tree.map(lambda *a: jnp.stack(a), *outputs) if outputs else None
-            return (constrain_rows(x), cache, layer + len(stack.pattern)), stacked
+            return (x, cache, layer + len(stack.pattern)), stacked
 
         body = jax.checkpoint(repeat) if config.remat else repeat
         (x, cache, _), stats = jax.lax.scan(
@@ -446,9 +527,34 @@ def embed(
     params: Params, config: ModelConfig, tokens: Int[Array, "*batch"]
 ) -> Float[Array, "*batch D"]:
     """The embeddings of tokens, in the compute dtype."""
+    table = params["embed"]
+    laid, rows = fit(table.shape, "tensor", "fsdp"), fit(tokens.shape, BATCH_AXES, "context")
+    if "fsdp" not in axes_of(rows):  # too few rows to trade parts of
+        laid = fit(table.shape, "tensor", None)
+    local = functools.partial(_embed_part, dtype=config.dtype)
+    return map_shards(local, (laid, rows), rows)(table, tokens)
+
+
+def _embed_part(table: Array, tokens: Array, *, dtype: str) -> Array:
+    """`embed` of one device, which has some of the vocabulary and a part of each embedding.
+
+    It looks its part up for the tokens of all devices that have the others, and trades the
+    results: activations are fewer than a vocabulary.
+    """
+    parted, sliced = varies(table, "fsdp"), varies(table, "tensor")
+    if parted:
+        tokens = jax.lax.all_gather(tokens, "fsdp", tiled=True)
+    if sliced:
+        tokens = tokens - jax.lax.axis_index("tensor") * table.shape[0]
     # Cast after the look-up: the gradients of a token's places then add up in the parameters'
     # dtype, and no second embedding is formed.
-    return params["embed"][tokens].astype(config.dtype)
+    found = table[tokens].astype(dtype)
+    if sliced:
+        mine = (tokens >= 0) & (tokens < table.shape[0])
+        found = jax.lax.psum(jnp.where(mine[..., None], found, 0), "tensor")
+    if parted:
+        found = jax.lax.all_to_all(found, "fsdp", 0, found.ndim - 1, tiled=True)
+    return found
 
 
 def output_logits(params: Params, config: ModelConfig, hidden: Array) -> Array:
@@ -576,7 +682,7 @@ def score_tokens(
       wanted: The tokens to score; others get 0. All but the first of a segment by default.
       most_wanted: A bound on `wanted` tokens in a row. Logits are then formed for that many
         tokens a row, which spares most of the output matmul where prompts are long. Wanted tokens
-        past the bound get NaN.
+        past the bound get NaN. Not used on a mesh with a context axis.
       prefix: The segment that a position sees besides its own, 0 for none: a prompt that several
         responses of its row share. Their first tokens are scored given its last.
       load: As in `hidden_states`, for the routers' load-balancing loss.
@@ -596,7 +702,8 @@ def score_tokens(
     )
     keep = follows if wanted is None else follows & wanted
     rows = jnp.arange(tokens.shape[0])[:, None]
-    if most_wanted is not None and most_wanted < tokens.shape[1]:
+    # Over `context` each device scores what it holds: the wanted may all lie on one of them.
+    if most_wanted is not None and most_wanted < tokens.shape[1] and not split("context"):
         # The wanted places first, in order; the rest of the bound is filled with others.
         place = jnp.argsort(~keep, axis=1, stable=True)[:, :most_wanted]
         logp, entropy = _score(
@@ -673,32 +780,61 @@ def _score(
 ) -> tuple[Array, Array]:
     """Log-probability and entropy of each target, in chunks of tokens recomputed backwards.
 
-    A chunk holds a few tokens of every row: where rows are split over devices, each then works
-    on its own.
+    Each device works on its own tokens, and over `tensor` on its own slice of the vocabulary.
     """
-    rows, length = targets.shape
+    name, axes = ("embed", ("tensor",)) if config.tie_embeddings else ("output", (None, "tensor"))
+    rows = fit(hidden.shape, BATCH_AXES, "context")
+    local = functools.partial(_score_part, config=config, chunk=chunk)
+    with jax.named_scope("logprobs"):
+        return map_shards(
+            local, ({name: fit(params[name].shape, *axes)}, rows, rows, P()), (rows, rows)
+        )({name: params[name]}, hidden, targets, jnp.float32(temperature))
+
+
+def _score_part(
+    params: Params,
+    hidden: Array,
+    targets: Array,
+    temperature: Array,
+    *,
+    config: ModelConfig,
+    chunk: int,
+) -> tuple[Array, Array]:
+    """`_score` of one device. A chunk holds a few tokens of every row."""
+    sliced = varies(jax.tree.leaves(params)[0], "tensor")
+
+    def over_vocabulary(x: Array) -> Array:
+        return jax.lax.psum(x, "tensor") if sliced else x
 
     def part(args: tuple[Array, Array]) -> tuple[Array, Array]:
         h, t = args
         z = output_logits(params, config, h) / temperature
-        logp = jax.nn.log_softmax(z, axis=-1)
-        entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
-        return jnp.take_along_axis(logp, t[..., None], axis=-1)[..., 0], entropy
+        top = jax.lax.stop_gradient(z).max(-1, keepdims=True)
+        if sliced:
+            t = t - jax.lax.axis_index("tensor") * z.shape[-1]
+            top = jax.lax.pmax(top, "tensor")
+        z = z - top
+        exp = jnp.exp(z)
+        total = over_vocabulary(exp.sum(-1))
+        entropy = jnp.log(total) - over_vocabulary((exp * z).sum(-1)) / total
+        found = jnp.take_along_axis(z, jnp.clip(t, 0, z.shape[-1] - 1)[..., None], axis=-1)[..., 0]
+        found = over_vocabulary(jnp.where((t >= 0) & (t < z.shape[-1]), found, 0.0))
+        return found - jnp.log(total), entropy
 
-    with jax.named_scope("logprobs"):
-        width = max(1, chunk // rows)
-        if length <= width:
-            return part((hidden, targets))
-        parts = -(-length // width)
-        width = -(-length // parts)
-        pad = parts * width - length
+    rows, length = targets.shape
+    width = max(1, chunk // rows)
+    if length <= width:
+        return part((hidden, targets))
+    parts = -(-length // width)
+    width = -(-length // parts)
+    pad = parts * width - length
 
-        def split(x: Array) -> Array:
-            x = jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))
-            return x.reshape(rows, parts, width, *x.shape[2:]).swapaxes(0, 1)
+    def cut(x: Array) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))
+        return x.reshape(rows, parts, width, *x.shape[2:]).swapaxes(0, 1)
 
-        def join(x: Array) -> Array:
-            return x.swapaxes(0, 1).reshape(rows, parts * width)[:, :length]
+    def join(x: Array) -> Array:
+        return x.swapaxes(0, 1).reshape(rows, parts * width)[:, :length]
 
-        logp, entropy = jax.lax.map(jax.checkpoint(part), (split(hidden), split(targets)))
-        return join(logp), join(entropy)
+    logp, entropy = jax.lax.map(jax.checkpoint(part), (cut(hidden), cut(targets)))
+    return join(logp), join(entropy)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from rljax.mesh import true_anywhere
 from rljax.models.config import LatentAttention, ModelConfig
 from rljax.models.forward import Attend, attend_masked, hidden_states, output_logits
 from rljax.models.parameters import Params
@@ -269,5 +270,7 @@ def decode_chunk(
         steps=blank[:1, 0],
     )
     carry = (jnp.int32(0), pool, slots.token, slots.position, slots.active, drawn)
-    carry = jax.lax.while_loop(lambda c: (c[0] < chunk) & jnp.any(c[4]), step, carry)
+    carry = jax.lax.while_loop(
+        lambda c: (c[0] < chunk) & true_anywhere(jnp.any(c[4]), "expert"), step, carry
+    )
     return carry[1], carry[5]

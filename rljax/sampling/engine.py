@@ -30,7 +30,7 @@ class Engine:
 
     It holds a lease on the weights given to `load` until the next `load` or `unload`: whoever
     trains must not donate those buffers meanwhile. On a mesh, slots and pages are split over
-    data×fsdp and each shard schedules for itself.
+    data×fsdp×expert and each shard schedules for itself.
 
     A response depends on its prompt, its sampling parameters, the weights and the key (seed,
     prompt id, draw, sample id, position) alone: not on its slot, its neighbours or the order of
@@ -89,13 +89,14 @@ class Engine:
         most = -(-max_length // page_size)
         if slots % self._shards:
             raise ValueError(
-                f"slots={slots} do not divide over data×fsdp = {self._shards}; use a multiple"
+                f"slots={slots} do not divide over data×fsdp×expert = {self._shards}; "
+                "use a multiple"
             )
         self._slots = slots // self._shards
         num_pages = (2 * most * slots) if num_pages is None else num_pages
         if num_pages % self._shards:
             raise ValueError(
-                f"num_pages={num_pages} do not divide over data×fsdp = {self._shards}; "
+                f"num_pages={num_pages} do not divide over data×fsdp×expert = {self._shards}; "
                 "use a multiple"
             )
         self._num_pages = num_pages // self._shards
@@ -182,14 +183,24 @@ class Engine:
                 mesh=self.mesh,
                 in_specs=in_specs,
                 out_specs=out_specs,
-                axis_names=set(meshes.BATCH_AXES),
+                axis_names=set(meshes.AXES) - {"tensor"},  # which XLA splits
             )
         return jax.jit(function, donate_argnums=(in_specs.index(_POOL),))
+
+    @property
+    def _weights(self) -> Any:
+        """Weights are whole on every shard, but for experts, which stay where they are."""
+
+        def spec(x: jax.Array) -> P:
+            axes = getattr(x.sharding, "spec", ())
+            return P(*("expert" if "expert" in (a, *(a or ())) else None for a in axes))
+
+        return jax.tree.map(spec, self._params)
 
     @functools.cached_property
     def _prefill(self) -> Callable:
         function = functools.partial(decode.prefill, config=self.config)
-        return self._over_shards(function, (_POOL, _ROWS), _WHOLE, _POOL, *[_ROWS] * 4)
+        return self._over_shards(function, (_POOL, _ROWS), self._weights, _POOL, *[_ROWS] * 4)
 
     @functools.cached_property
     def _copy(self) -> Callable:
@@ -207,7 +218,7 @@ class Engine:
                     with_routing=self.with_routing,
                 ),
                 (_POOL, _ROWS),
-                _WHOLE,
+                self._weights,
                 _POOL,
                 _ROWS,
                 _ROWS,
@@ -548,7 +559,6 @@ class Engine:
 _WIDTH = 16  # least tokens of a prefill row
 _ROWS_LEAST = 4  # least rows of a prefill call
 
-_WHOLE = P()
 _POOL = P(None, meshes.BATCH_AXES)
 _ROWS = P(meshes.BATCH_AXES)
 

@@ -109,8 +109,8 @@ def micro_batches(rows: int, shards: int, micro_batch_size: int) -> int:
     """
     if rows % shards:
         raise ValueError(
-            f"{rows} responses of an update do not divide over data×fsdp = {shards} devices; "
-            "change mini_batch_size or the mesh"
+            f"{rows} responses of an update do not divide over data×fsdp×expert = {shards} "
+            "devices; change mini_batch_size or the mesh"
         )
     each = rows // shards
     if not micro_batch_size or micro_batch_size >= each:

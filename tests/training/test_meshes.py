@@ -1,0 +1,149 @@
+"""Every mesh axis, alone and together: a sharded run equals the run on one device."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from rljax import losses as L
+from rljax import mesh as meshes
+from rljax import models
+from rljax.batch import Batch
+from rljax.config import OptimizerSettings
+from rljax.sampling import Engine, SamplingParams
+from rljax.training import state as states
+from rljax.training import update as updates
+
+# Float32 sums in another order: what one device gives, within these shares of the largest value.
+GRADIENTS, LOGP = 2e-5, 1e-5
+
+V, B, T, G, E, K = 24, 8, 12, 4, 8, 2
+ATTENTION = models.Attention(num_heads=4, num_kv_heads=2, head_dim=4, qk_norm="head")
+MIXTURE = models.Experts(
+    num_experts=E, top_k=K, intermediate_size=8, bias=True, router_bias=True, shared_size=4
+)
+# A dense layer, then mixtures.
+CONFIG = models.ModelConfig(
+    V,
+    16,
+    (
+        models.Stack((models.Block(ATTENTION, models.Dense(24)),), 1),
+        models.Stack((models.Block(ATTENTION, MIXTURE),), 1),
+    ),
+)
+MESHES = [
+    "data=2",
+    "fsdp=4",
+    "expert=4",
+    "tensor=2",
+    "context=2",
+    "fsdp=2,expert=2",
+    "fsdp=2,tensor=2",
+    "expert=2,tensor=2",
+    "fsdp=2,context=2",
+    "data=2,fsdp=2,expert=2",
+]
+
+
+def make_mesh(flag):
+    sizes = {name: int(size) for name, size in (part.split("=") for part in flag.split(","))}
+    return meshes.make(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
+
+
+def make_batch():
+    """Skewed routing: most tokens go to experts 0 and 1, and nobody to expert 6."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 8, B)
+    mask = (np.arange(T) >= 4) & (np.arange(T) < 4 + lengths[:, None])
+    skewed = rng.random((B, T, 1, 1)) < 0.8
+    others = rng.permuted(np.tile([0, 2, 3, 4, 5, 7], (B, T, 1, 1)), axis=-1)[..., :K]
+    return Batch(
+        tokens=rng.integers(2, V, (B, T)).astype(np.int32),
+        mask=mask,
+        segments=(np.arange(T) < 4 + lengths[:, None]).astype(np.int32),
+        positions=np.tile(np.arange(T, dtype=np.int32), (B, 1)),
+        group=np.repeat(np.arange(B // G, dtype=np.int32), G),
+        rewards=rng.random(B).astype(np.float32),
+        rollout_logp=np.where(mask, rng.normal(-2.5, 0.3, (B, T)), 0).astype(np.float32),
+        old_logp=np.where(mask, rng.normal(-2.5, 0.3, (B, T)), 0).astype(np.float32),
+        routing=np.where(skewed, np.arange(K), others).astype(np.int32),
+    )
+
+
+@pytest.fixture(scope="module")
+def weights():
+    rng = np.random.default_rng(0)
+
+    def leaf(p):
+        noise = rng.standard_normal(p.shape).astype(np.float32)
+        return p.value + 0.2 * noise if p.scale is None else p.scale * noise
+
+    return jax.tree.map(leaf, models.declare(CONFIG))
+
+
+def train(weights, mesh, config=CONFIG):
+    """The state, metrics and router sums after one AdamW step of GSPO with an entropy bonus."""
+    objective = L.gspo(clip_low=0.1, clip_high=0.2)
+    objective = dataclasses.replace(objective, regularisers=(L.entropy_bonus(0.1),))
+    settings = OptimizerSettings(learning_rate=1e-2, warmup_steps=1, max_grad_norm=1e9)
+    optimizer = states.make_optimizer(settings, 100)
+    params = jax.device_put(weights, models.shardings(config, mesh))
+    state = states.create(params, optimizer, objective, mesh)
+    update = updates.make_update(
+        config, objective, optimizer, temperature=0.8, most_wanted=8, replay=True
+    )
+    with jax.set_mesh(mesh):
+        rows, _ = objective.prepare(meshes.shard_rows(make_batch(), mesh))
+        state, stats, sums = update(state, rows)
+    return state, L.finish(stats), sums
+
+
+def sample(weights, mesh):
+    """Responses of four prompts, two each."""
+    engine = Engine(CONFIG, mesh, slots=8, page_size=4, max_length=16, chunk=4)
+    engine.load(jax.device_put(weights, models.shardings(CONFIG, mesh)), version=0)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(2, V, n).astype(np.int32) for n in (3, 5, 4, 7)]
+    sampling = SamplingParams(max_tokens=6, stop_token_ids=(2, 3))
+    groups = list(engine.generate(prompts, 2, sampling, seed=3))
+    return sorted((r for g in groups for r in g), key=lambda r: (r.prompt_index, r.sample_index))
+
+
+@pytest.fixture(scope="module")
+def alone(weights):
+    mesh = meshes.make(devices=jax.devices()[:1])
+    return train(weights, mesh), sample(weights, mesh)
+
+
+@pytest.mark.parametrize("flag", MESHES)
+def test_training_equals_one_device(weights, alone, flag):
+    (state, numbers, sums), _ = alone
+    got, found, router = train(weights, make_mesh(flag))
+    assert numbers.keys() == found.keys()
+    for name, value in numbers.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+    np.testing.assert_array_equal(router.load, sums.load)
+    # The first moment is a tenth of the gradient.
+    gradients, expected = got.opt_state[1][0].mu, state.opt_state[1][0].mu
+    for (path, a), b, p, q in zip(
+        jax.tree_util.tree_leaves_with_path(gradients),
+        *(jax.tree.leaves(t) for t in (expected, got.params, state.params)),
+        strict=True,
+    ):
+        a, b = np.asarray(a), np.asarray(b)
+        name = models.path_name(path)
+        assert np.abs(a - b).max() <= GRADIENTS * max(np.abs(b).max(), 1e-4), name
+        # Adam's first step divides a gradient by its own size: rounding decides where it is tiny.
+        clear = np.abs(b) > 1e-3 * np.abs(b).max()
+        np.testing.assert_allclose(np.asarray(p)[clear], np.asarray(q)[clear], atol=2e-4)
+    for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias"):
+        assert not np.any(gradients["stacks"][1][0]["feed_forward"][name][:, 6])
+
+
+@pytest.mark.parametrize("flag", MESHES)
+def test_sampling_equals_one_device(weights, alone, flag):
+    _, expected = alone
+    for got, want in zip(sample(weights, make_mesh(flag)), expected, strict=True):
+        np.testing.assert_array_equal(got.tokens, want.tokens)
+        np.testing.assert_allclose(got.logp, want.logp, atol=LOGP)
