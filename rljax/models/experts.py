@@ -224,8 +224,9 @@ def parallel_experts(
         """What this device's experts add to some tokens."""
         local = chosen - first
         local = jnp.where((local >= 0) & (local < here), local, here)
-        given = vary_alike((params, x, local, weights))
-        return experts(*given, None, activation, devices).astype(jnp.float32)
+        mine, x, local, weights = vary_alike((params, x, local, weights))
+        out = experts(mine, x, local, weights, activation=activation, devices=devices)
+        return out.astype(jnp.float32)
 
     if not spread:
         out = compute(x, chosen, weights)
