@@ -92,14 +92,13 @@ def experts(
         dispatch = "all" if n * e <= 2 * (n * k + e * block) else "sorted"
     gate, up, down = (params[m].astype(x.dtype) for m in ("gate", "up", "down"))
     if dispatch == "all":
-        # As three plain matmuls over [D, E·F]: batched ones are several times slower on CPU.
-        def wide(m: Array) -> Array:
-            return m.transpose(1, 0, 2).reshape(m.shape[1], -1)
-
+        # The tokens once for each expert: a matmul batched in its leading dimension reads the
+        # weights as they lie, where a wide one over [D, E·F] would turn them round at every call.
+        spread = jnp.broadcast_to(x, (e, *x.shape))
         share = jnp.zeros((n, e), jnp.float32).at[jnp.arange(n)[:, None], chosen].add(weights)
-        hidden = jax.nn.silu(x @ wide(gate)) * (x @ wide(up))
-        weighed = hidden.reshape(n, e, -1).astype(jnp.float32) * share[:, :, None]
-        return weighed.reshape(n, -1).astype(x.dtype) @ down.reshape(-1, down.shape[2])
+        hidden = jax.nn.silu(spread @ gate) * (spread @ up)
+        weighed = (hidden.astype(jnp.float32) * share.T[:, :, None]).astype(x.dtype)
+        return weighed.swapaxes(0, 1).reshape(n, -1) @ down.reshape(-1, down.shape[2])
 
     flat = chosen.reshape(-1)
     order = jnp.argsort(flat, stable=True)

@@ -24,7 +24,7 @@ class Attend(Protocol):
         q: Float[Array, "B T H d"],
         k: Float[Array, "B T K d"],
         v: Float[Array, "B T K dv"],
-        layer: Int[Array, ""],
+        layer: Int[Array, ""] | int,
         cache: Any,
         /,
         *,
@@ -38,7 +38,7 @@ class Attend(Protocol):
           q: Queries, rotated.
           k: Keys of the same tokens, rotated.
           v: Their values.
-          layer: The layer's index, for the cache.
+          layer: The layer's index, for the cache; an int where layers do not run in a loop.
           cache: What the caller keeps between calls; None where it keeps nothing.
           scale: Multiplies the scores.
           window: How many positions back a query sees, its own included; None: all.
@@ -272,8 +272,10 @@ def hidden_states(
             )
 
         def repeat(
-            carry: tuple[Array, Any, Array], xs: tuple[list[Params], Array | None], stack=stack
-        ) -> tuple[tuple[Array, Any, Array], dict[str, Array] | None]:
+            carry: tuple[Array, Any, Array | int],
+            xs: tuple[list[Params], Array | None],
+            stack=stack,
+        ) -> tuple[tuple[Array, Any, Array | int], dict[str, Array] | None]:
             x, cache, layer = carry
             weights, replay = xs
             outputs: list[dict[str, Array]] = []
@@ -304,13 +306,18 @@ def hidden_states(
             return (constrain_rows(x), cache, layer + len(stack.pattern)), stacked
 
         body = jax.checkpoint(repeat) if config.remat else repeat
-        (x, cache, _), stats = jax.lax.scan(
-            body,
-            (x, cache, jnp.int32(layer)),
-            (layers, replay),
-            length=stack.repeats,
-            unroll=stack.repeats <= _UNROLLED,
-        )
+        if stack.repeats == 1:  # no loop: a cache may then hold an array for each layer
+            once = jax.tree.map(lambda a: a[0], (layers, replay))
+            (x, cache, _), stats = body((x, cache, layer), once)
+            stats = jax.tree.map(lambda a: a[None], stats)
+        else:
+            (x, cache, _), stats = jax.lax.scan(
+                body,
+                (x, cache, jnp.int32(layer)),
+                (layers, replay),
+                length=stack.repeats,
+                unroll=stack.repeats <= _UNROLLED,
+            )
         if stats is not None:
             found.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stats))
         layer += stack.repeats * len(stack.pattern)

@@ -48,12 +48,12 @@ def test_frequencies_and_logprobs_are_those_of_the_distribution(kept):
     np.testing.assert_allclose(np.exp(logp), probs[np.asarray(token)], rtol=1e-5)
 
 
-_draw = jax.jit(lambda ids, z, t, mask: draw(row_keys(ids), z, t, mask))
+_draw = jax.jit(lambda ids, z, t, mask: draw(jax.random.key_data(row_keys(ids)), z, t, mask))
 
 
 def test_greedy_rows_take_the_likeliest_and_report_the_whole_distribution():
     kept = jnp.array([[True, False, False, False, False]])
-    token, logp = draw(row_keys(jnp.zeros((1, 4), jnp.int32)), LOGITS[None], jnp.zeros(1), kept)
+    token, logp = draw(jnp.zeros((1, 2), jnp.uint32), LOGITS[None], jnp.zeros(1), kept)
     assert int(token[0]) == 0
     np.testing.assert_allclose(float(logp[0]), np.log(0.4), rtol=1e-6)
 
