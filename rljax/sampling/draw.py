@@ -21,7 +21,10 @@ def row_keys(ids: Int[Array, "S 4"]) -> Array:
 
 def keys_at(keys: Array, positions: Int[Array, " S"]) -> UInt[Array, "S 2"]:
     """The key of each row at the position that is drawn."""
-    return jax.random.key_data(jax.vmap(jax.random.fold_in)(keys, positions))
+    data = jax.random.key_data(keys)
+    place = positions.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)
+    first = _mix(data[:, 0] + place)
+    return jnp.stack([first, _mix(data[:, 1] ^ first)], axis=1)
 
 
 def keep_mask(
