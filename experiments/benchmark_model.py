@@ -98,9 +98,11 @@ def run_jax(config: Config, folder: Path) -> dict[str, Any]:
                     return models.logits(params, model, part).sum()
                 return models.token_logprobs(params, model, part)[0].sum()
 
-            def add(params: Any, gradient: Any, part: Any, forward: Any = forward) -> Any:
-                more = jax.grad(lambda p: forward(p, part) / (part.size * len(parts)))(params)
-                return jax.tree.map(jnp.add, gradient, more)
+            def add(
+                params: Any, total: Any, part: Any, forward: Any = forward, tokens: int = tokens
+            ) -> Any:
+                gradient = jax.grad(lambda p: forward(p, part) / tokens)(params)
+                return jax.tree.map(jnp.add, total, gradient)
 
             start = time.perf_counter()
             value = jax.jit(forward).lower(params, parts[0]).compile()
@@ -151,7 +153,9 @@ def run_torch(config: Config, folder: str) -> dict[str, Any]:
     for name in config.models:
         model = AutoModelForCausalLM.from_pretrained(Path(folder) / name, dtype=torch.float32)
         mixture = hasattr(model.config, "num_experts")
-        ways = [(n, w) for n in config.threads for w in (("eager", "grouped_mm") if mixture else ("",))]
+        ways = [
+            (n, w) for n in config.threads for w in (("eager", "grouped_mm") if mixture else ("",))
+        ]
         for shape in config.shapes:
             parts = [
                 torch.from_numpy(part).long()
@@ -167,7 +171,9 @@ def run_torch(config: Config, folder: str) -> dict[str, Any]:
                     logits[:, :-1].flatten(0, 1), part[:, 1:].flatten(), reduction="sum"
                 )
 
-            def all_values(parts: Any = parts, forward: Any = forward, tokens: int = tokens) -> float:
+            def all_values(
+                parts: Any = parts, forward: Any = forward, tokens: int = tokens
+            ) -> float:
                 with torch.no_grad():
                     return sum(forward(part).item() for part in parts) / tokens
 
