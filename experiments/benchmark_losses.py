@@ -19,16 +19,12 @@ wait for each other and take a hundred times as long; look at the fastest runs, 
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-_WORKER = "RLJAX_BENCHMARK_WORKER"  # set for the torch half, which needs only numpy and torch
+from experiments.timing import HOW_TO_COMPARE, spelt, timed, torch_half
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,18 +66,6 @@ def arrays(config: Config) -> dict[str, np.ndarray]:
         "rewards": rng.integers(0, 2, config.responses).astype(np.float32),
         "group": np.arange(config.responses) // 8,
     }
-
-
-def timed(function: Any, repeats: int) -> dict[str, float]:
-    """Milliseconds of a call that waits for its result: the median and the fastest."""
-    for _ in range(3):
-        function()
-    took = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        took.append(1e3 * (time.perf_counter() - start))
-    return {"median_ms": float(np.median(took)), "fastest_ms": min(took)}
 
 
 def run_jax(config: Config) -> dict[str, dict[str, float]]:
@@ -194,32 +178,9 @@ def run_torch(config: Config) -> dict[str, dict[str, float]]:
     return found
 
 
-def torch_half(config: Config) -> dict[str, dict[str, float]] | None:
-    """The torch half, in this process or by another Python; None where there is no torch."""
-    if config.torch_python is None:
-        try:
-            return run_torch(config)
-        except ImportError:
-            return None
-    plain = dataclasses.replace(config, torch_python=None)
-    done = subprocess.run(
-        [str(config.torch_python), __file__],
-        env={**os.environ, _WORKER: json.dumps(dataclasses.asdict(plain))},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout)
-
-
-def spelt(times: dict[str, float]) -> str:
-    """Fastest and median milliseconds."""
-    return f"{times['fastest_ms']:6.2f} ms (median {times['median_ms']:6.2f})"
-
-
 def main(config: Config) -> None:
     """Runs both halves and prints one line an objective."""
-    ours, theirs = run_jax(config), torch_half(config)
+    ours, theirs = run_jax(config), torch_half("experiments.benchmark_losses", config)
     print(f"{config.responses} x {config.length} tokens, metrics: {config.metrics}")
     for name in OBJECTIVES:
         line = f"{name:6} jax {spelt(ours[name])}"
@@ -230,14 +191,11 @@ def main(config: Config) -> None:
                 np.testing.assert_allclose(ours[name][key], theirs[name][key], rtol=1e-4)
         print(line)
     if theirs is None:
-        print("no torch here: give --torch-python to compare")
+        print(HOW_TO_COMPARE)
     print(json.dumps({"jax": ours, "torch": theirs}))
 
 
 if __name__ == "__main__":
-    if _WORKER in os.environ:
-        json.dump(run_torch(Config(**json.loads(os.environ[_WORKER]))), sys.stdout)
-    else:
-        import tyro
+    import tyro
 
-        main(tyro.cli(Config, description=__doc__))
+    main(tyro.cli(Config, description=__doc__))

@@ -70,7 +70,11 @@ def read_gguf_tokenizer(path: Path) -> tuple[Any, list[int], bool]:
         chat_template=fields.get("tokenizer.chat_template"),
         **{f"{name}_token": tokens[i] for name, i in names.items() if i is not None},
     )
-    end_ids = [i for i in (special("eos"), special("eot"), special("eom")) if i is not None]
+    ends = [special("eos"), special("eot"), special("eom")]
+    if split == "qwen2":
+        # Its generation_config.json lists two end tokens, of which a GGUF file names only one.
+        ends.append(backend.token_to_id("<|endoftext|>"))
+    end_ids = [i for i in ends if i is not None]
     return tokenizer, end_ids, bool(fields.get("tokenizer.ggml.add_bos_token", False))
 
 

@@ -1,8 +1,8 @@
-"""GGUF files of llama models, read with the package `gguf` (extra `gguf`)."""
+"""GGUF files of llama, qwen2 and qwen3, read with the package `gguf` (extra `gguf`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -12,15 +12,23 @@ import numpy as np
 
 from rljax.models.config import Attention, Block, Dense, ModelConfig, Stack
 from rljax.models.families import Fields
-from rljax.models.weights import Table, from_heads, linear, rows, to_heads, vector
+from rljax.models.weights import (
+    Table,
+    from_heads,
+    heads_vector,
+    linear,
+    rows,
+    to_heads,
+    vector,
+)
 
-TABLE: Table = {
+_COMMON: Table = {
     "embed": rows("token_embd.weight"),
     "norm": vector("output_norm.weight"),
     "output": linear("output.weight"),
     "attention_norm": vector("blk.{layer}.attn_norm.weight"),
-    "attention/q": to_heads("blk.{layer}.attn_q.weight", interleaved=True),
-    "attention/k": to_heads("blk.{layer}.attn_k.weight", interleaved=True),
+    "attention/q": to_heads("blk.{layer}.attn_q.weight"),
+    "attention/k": to_heads("blk.{layer}.attn_k.weight"),
     "attention/v": to_heads("blk.{layer}.attn_v.weight"),
     "attention/o": from_heads("blk.{layer}.attn_output.weight"),
     "feed_forward_norm": vector("blk.{layer}.ffn_norm.weight"),
@@ -28,7 +36,27 @@ TABLE: Table = {
     "dense/up": linear("blk.{layer}.ffn_up.weight"),
     "dense/down": linear("blk.{layer}.ffn_down.weight"),
 }
-"""Where llama's parameters are in a GGUF file."""
+
+TABLES: Mapping[str, Table] = {
+    # Of llama alone the converter turns the rotary pairs of each head to stand side by side.
+    "llama": {
+        **_COMMON,
+        "attention/q": to_heads("blk.{layer}.attn_q.weight", interleaved=True),
+        "attention/k": to_heads("blk.{layer}.attn_k.weight", interleaved=True),
+    },
+    "qwen2": {
+        **_COMMON,
+        "attention/q_bias": heads_vector("blk.{layer}.attn_q.bias"),
+        "attention/k_bias": heads_vector("blk.{layer}.attn_k.bias"),
+        "attention/v_bias": heads_vector("blk.{layer}.attn_v.bias"),
+    },
+    "qwen3": {
+        **_COMMON,
+        "attention/q_norm": vector("blk.{layer}.attn_q_norm.weight"),
+        "attention/k_norm": vector("blk.{layer}.attn_k_norm.weight"),
+    },
+}
+"""Where each family's parameters are in a GGUF file; by general.architecture."""
 
 
 def _package() -> ModuleType:
@@ -99,35 +127,39 @@ class File:
 
 def _config(values: dict[str, Any], vocab: int | None, tied: bool, where: str) -> ModelConfig:
     """The configuration that a GGUF file's metadata describe."""
-    family = values.get("general.architecture")
-    if family != "llama":
+    family: str = values.get("general.architecture", "")
+    if family not in TABLES:
         raise ValueError(
             f"{where}: general.architecture={family!r} is not supported in GGUF files, only "
-            "'llama' is; load the model's Hugging Face folder instead"
+            f"{', '.join(TABLES)} are; load the model's Hugging Face folder instead"
         )
     # Only fields under the architecture's name describe the model.
-    f = Fields({k: v for k, v in values.items() if k.startswith("llama.")}, where)
-    width, heads = f.size("llama.embedding_length"), f.size("llama.attention.head_count")
-    head_dim = f.size("llama.attention.key_length", width // heads)
-    f.must("llama.attention.value_length", head_dim)
-    f.must("llama.rope.dimension_count", head_dim)
-    f.must("llama.rope.scaling.type", "none")
-    f.must("llama.vocab_size", vocab)
+    prefix = f"{family}."
+    f = Fields({k: v for k, v in values.items() if k.startswith(prefix)}, where)
+    width = f.size(prefix + "embedding_length")
+    heads = f.size(prefix + "attention.head_count")
+    head_dim = f.size(prefix + "attention.key_length", width // heads)
+    f.must(prefix + "attention.value_length", head_dim)
+    f.must(prefix + "rope.dimension_count", head_dim)
+    f.must(prefix + "rope.scaling.type", "none")
+    f.must(prefix + "vocab_size", vocab)
     attention = Attention(
         num_heads=heads,
-        num_kv_heads=f.size("llama.attention.head_count_kv", heads),
+        num_kv_heads=f.size(prefix + "attention.head_count_kv", heads),
         head_dim=head_dim,
-        rope_theta=f.number("llama.rope.freq_base", 10_000.0),
+        bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        rope_theta=f.number(prefix + "rope.freq_base", 10_000.0),
     )
-    block = Block(attention, Dense(f.size("llama.feed_forward_length")))
+    block = Block(attention, Dense(f.size(prefix + "feed_forward_length")))
     config = ModelConfig(
-        vocab_size=f.size("llama.vocab_size", vocab),
+        vocab_size=f.size(prefix + "vocab_size", vocab),
         hidden_size=width,
-        stacks=(Stack((block,), f.size("llama.block_count")),),
-        norm_eps=f.number("llama.attention.layer_norm_rms_epsilon", 1e-5),
+        stacks=(Stack((block,), f.size(prefix + "block_count")),),
+        norm_eps=f.number(prefix + "attention.layer_norm_rms_epsilon", 1e-5),
         tie_embeddings=tied,
-        family="llama",
-        max_position=f.size("llama.context_length", 32_768),
+        family=family,
+        max_position=f.size(prefix + "context_length", 32_768),
     )
     f.close(())
     return config

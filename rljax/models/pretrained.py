@@ -62,7 +62,7 @@ def from_pretrained(
         if not path.is_file():
             raise ValueError(f"model file {path} is not there; fetch it first")
         store = file = gguf.File(path)
-        config, table = file.config, gguf.TABLE
+        config, table = file.config, gguf.TABLES[file.config.family]
     else:
         if not path.is_dir():
             raise ValueError(

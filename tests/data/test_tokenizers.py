@@ -171,6 +171,15 @@ def test_gguf_names_how_text_is_split(tmp_path, pre, length):
     assert len(tokenizer.encode(" 1")) == length  # the merge of blank and digit crosses the split
 
 
+def test_gguf_files_of_qwen_also_end_at_endoftext(tmp_path):
+    assert load_tokenizer(gguf_file(tmp_path / "a.gguf", pre="qwen2", eos=258)).end_ids == (
+        258,
+        259,
+    )
+    assert load_tokenizer(gguf_file(tmp_path / "b.gguf", pre="qwen2", eos=259)).end_ids == (259,)
+    assert load_tokenizer(gguf_file(tmp_path / "c.gguf", pre="smollm", eos=258)).end_ids == (258,)
+
+
 def test_gguf_tokenizers_of_other_kinds_are_refused_in_one_line(tmp_path):
     with pytest.raises(ValueError, match="of the kind 'llama', only 'gpt2'"):
         load_tokenizer(gguf_file(tmp_path / "a.gguf", model="llama"))

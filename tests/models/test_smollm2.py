@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from rljax import models
+from rljax.sampling import SamplingParams, generate
 
 EXPECTED = json.loads(
     (Path(__file__).parents[1] / "golden" / "models" / "smollm2.json").read_text()
@@ -47,6 +48,13 @@ def test_greedy_continuation(file, dtype):
         assert likeliest[0] == chosen[0] and (likeliest == chosen).mean() > 0.9
 
 
+def test_greedy_sampling_through_pages(file):
+    config, params = models.from_pretrained(file)
+    sampling = SamplingParams(max_tokens=64, temperature=0)
+    [[response]] = generate(params, config, [EXPECTED["prompt_ids"]], 1, sampling)
+    assert response.tokens.tolist() == EXPECTED["ids"]
+
+
 MEASURE = """
 import re, sys, jax, jax.numpy as jnp
 from rljax import models
@@ -62,6 +70,7 @@ print((peak() - before) * 1024 / sum(x.nbytes for x in jax.tree.leaves(params)))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_loading_needs_little_more_memory_than_the_weights(file):
+    """By how much loading raises the process's peak memory, over the bytes of the parameters."""
     run = subprocess.run(
         [sys.executable, "-c", MEASURE, str(file), "float32"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
