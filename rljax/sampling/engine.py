@@ -615,7 +615,7 @@ class Engine:
         return out
 
 
-_WIDTH = 16  # least tokens of a prefill row
+_WIDTH = 32  # least tokens of a prefill row
 _ROWS_LEAST = 4  # least rows of a prefill call
 _GROWTH = 4  # of the pages that a prefill call may read
 

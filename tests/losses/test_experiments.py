@@ -72,3 +72,23 @@ def test_benchmark_model(capsys):
     assert many["forward"]["flops"] == 6 * one["forward"]["flops"] == many["both"]["flops"] / 3
     # A new model's log-probabilities are about those of a uniform choice of 64.
     assert many["forward"]["value"] == pytest.approx(-np.log(64) * 5 / 6, rel=0.1)
+
+
+def test_benchmark_sampler(capsys, monkeypatch):
+    benchmark = importlib.import_module("experiments.benchmark_sampler")
+    presets = importlib.import_module("rljax.models.presets")
+    small = presets.decoder(
+        vocab_size=8192, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16
+    )
+    monkeypatch.setattr(benchmark, "torch_half", lambda *_, **__: None)
+    monkeypatch.setattr(
+        importlib.import_module("rljax.models"), "PRESETS", {"speed-s": lambda: small}
+    )
+    sizes = {"prompts": 2, "prompt_length": 5, "generations": 2, "new_tokens": 20, "repeats": 1}
+    config = benchmark.Config(models=("speed-s",), **sizes)
+    benchmark.main(config)
+    found = printed(capsys)["speed-s"]
+    assert found["engine"]["late_compilations"] == 0
+    for workload in config.workloads:
+        assert found["engine"][workload]["best"] > 0 and found["ideal"][workload]["best"] > 0
+    assert benchmark.lengths_of(benchmark.Config(), "long-tail").sum() == 2466
