@@ -1,9 +1,9 @@
 """Times the sampling engine against its limit on this machine and against transformers.
 
-Eight prompts of 64 tokens, eight responses each, temperature 1, no end ids; float32, random weights.
-Uniform: every response has 128 tokens. Long-tail: the responses' limits come from a geometric
-distribution (7 + geometric(1/32), between 8 and 128; 2,466 tokens in all). transformers, which
-has no limits for single rows, decodes one batch up to the longest. Only tokens within a
+Eight prompts of 64 tokens, eight responses each, temperature 1, no end ids; float32,
+random weights. Uniform: every response has 128 tokens. Long-tail: the responses' limits come from a
+geometric distribution (7 + geometric(1/32), between 8 and 128; 2,466 tokens in all). transformers,
+which has no limits for single rows, decodes one batch up to the longest. Only tokens within a
 response's own limit count as useful.
 
 The limit ("ideal") is the model without attention over a cache and without a host: its matmuls and

@@ -162,7 +162,7 @@ def full_attention(
         q: Array,
         k: Array,
         v: Array,
-        layer: Array,
+        layer: Array | int,
         cache: Any,
         *,
         scale: float,
@@ -192,7 +192,7 @@ def _attention(
     c: Attention,
     config: ModelConfig,
     attend: Attend,
-    layer: Array,
+    layer: Array | int,
     cache: Any,
 ) -> tuple[Array, Any]:
     def project(name: str) -> Array:

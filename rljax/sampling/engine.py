@@ -564,7 +564,7 @@ class Engine:
             q.logp += drawn.logp[at, :n].tolist()
             q.versions += [self.version] * n
             if drawn.routing is not None:
-                q.routing.append(drawn.routing[at, :n])
+                q.routing.append(np.asarray(drawn.routing[at, :n]))
             reason = None
             if drawn.stopped[at]:
                 reason = "stop"
