@@ -92,13 +92,18 @@ def experts(
         dispatch = "all" if n * e <= 2 * (n * k + e * block) else "sorted"
     gate, up, down = (params[m].astype(x.dtype) for m in ("gate", "up", "down"))
     if dispatch == "all":
-        # As three plain matmuls over [D, E·F]: batched ones are several times slower on CPU.
-        def wide(m: Array) -> Array:
-            return m.transpose(1, 0, 2).reshape(m.shape[1], -1)
+
+        def every(m: Array) -> Array:
+            if n < m.shape[1]:
+                # Few rows: as a batch of E, for turning the weights round would cost more.
+                each = jnp.broadcast_to(x, (e, *x.shape))
+                return jnp.einsum("end,edf->enf", each, m).swapaxes(0, 1)
+            # Many rows: one plain matmul over [D, E·F] is faster than a batch of E on CPU.
+            return (x @ m.transpose(1, 0, 2).reshape(m.shape[1], -1)).reshape(n, e, -1)
 
         share = jnp.zeros((n, e), jnp.float32).at[jnp.arange(n)[:, None], chosen].add(weights)
-        hidden = jax.nn.silu(x @ wide(gate)) * (x @ wide(up))
-        weighed = hidden.reshape(n, e, -1).astype(jnp.float32) * share[:, :, None]
+        hidden = jax.nn.silu(every(gate)) * every(up)
+        weighed = hidden.astype(jnp.float32) * share[:, :, None]
         return weighed.reshape(n, -1).astype(x.dtype) @ down.reshape(-1, down.shape[2])
 
     flat = chosen.reshape(-1)
