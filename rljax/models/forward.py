@@ -107,8 +107,9 @@ def rotate(x: Array, positions: Array, inverse: Array, magnitude: float = 1.0) -
     """Applies rotary embeddings (Su et al., 2021) to [B, T, heads, d], halves apart."""
     angle = positions[..., None, None].astype(jnp.float32) * inverse
     cos, sin = jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+    y = x.astype(jnp.float32)
+    return (y * cos + jnp.roll(y, y.shape[-1] // 2, axis=-1) * sin).astype(x.dtype)
 
 
 def attend_masked(
@@ -454,16 +455,15 @@ def embed(
 def output_logits(params: Params, config: ModelConfig, hidden: Array) -> Array:
     """Logits in float32 [..., V] from final hidden states [..., D]."""
     # The tied embedding is contracted as it lies: turning it round would copy it at every step.
-    name, subscripts = ("embed", "...d,vd->...v") if config.tie_embeddings else (
-        "output", "...d,dv->...v",
-    )  # fmt: skip
-    return jnp.einsum(
-        subscripts,
-        hidden,
+    name, axis = ("embed", 1) if config.tie_embeddings else ("output", 0)
+    flat = jax.lax.dot_general(  # as one plain matrix, for the reason given in `matmul`
+        hidden.reshape(-1, hidden.shape[-1]),
         params[name].astype(hidden.dtype),
-        preferred_element_type=jnp.float32,
+        (((1,), (axis,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
     )
+    return flat.reshape(*hidden.shape[:-1], -1)
 
 
 def places(tokens: Array, positions: Array | None, segments: Array | None) -> tuple[Array, Array]:

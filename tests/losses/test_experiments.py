@@ -53,7 +53,22 @@ def test_verdicts(gaps, word):
     assert importlib.import_module("experiments.entropy_clip").verdict(gaps) == word
 
 
-def test_benchmark(capsys):
+def test_benchmark_losses(capsys):
     benchmark = importlib.import_module("experiments.benchmark_losses")
     benchmark.main(benchmark.Config(responses=16, length=256, repeats=2))
     assert set(printed(capsys)["jax"]) == set(benchmark.OBJECTIVES)
+
+
+def test_benchmark_model(capsys):
+    benchmark = importlib.import_module("experiments.benchmark_model")
+    config = benchmark.Config(
+        models=("tiny-moe",), shapes=("4x1", "4x6"), micro_batch=2, repeats=2, matmul_size=32
+    )
+    benchmark.main(config)
+    found = printed(capsys)
+    assert found["torch"] is None or found["torch"]["peak_gflops"] > 0
+    one, many = (found["jax"]["cases"][f"tiny-moe 4x{n}"] for n in (1, 6))
+    assert set(one) == {"forward"} and set(many) == {"forward", "both"}
+    assert many["forward"]["flops"] == 6 * one["forward"]["flops"] == many["both"]["flops"] / 3
+    # A new model's log-probabilities are about those of a uniform choice of 64.
+    assert many["forward"]["value"] == pytest.approx(-np.log(64) * 5 / 6, rel=0.1)
