@@ -6,8 +6,9 @@ import difflib
 import io
 import re
 import sys
+from typing import get_args
 
-from rljax.config import PRESETS, Config
+from rljax.config import PRESETS, Config, ObjectiveName, ObjectiveSettings
 
 
 def parse(arguments: list[str], prog: str) -> tuple[str, Config]:
@@ -36,13 +37,14 @@ def parse(arguments: list[str], prog: str) -> tuple[str, Config]:
         raise ValueError(f"preset={name!r} is unknown; the presets are {', '.join(PRESETS)}")
     _refuse_unknown(rest)
     about = " ".join((PRESETS[name].__doc__ or "").split())
+    default = _with_objective(PRESETS[name](), rest)
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
             config = tyro.cli(
                 Config,
                 args=rest,
-                default=PRESETS[name](),
+                default=default,
                 prog=prog,
                 description=f"Presets: {', '.join(PRESETS)}. Flags change {name}: {about}",
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
@@ -54,6 +56,20 @@ def parse(arguments: list[str], prog: str) -> tuple[str, Config]:
         text = re.sub(r"[\u2500-\u257f]", " ", complaint.getvalue())
         raise ValueError(" ".join(text.split()).replace("Parsing error", "flags:")) from None
     return name, config
+
+
+def _with_objective(preset: Config, arguments: list[str]) -> Config:
+    """The preset; where the flags name another objective, without the settings of its own.
+
+    A window or coefficient belongs to the objective that it was chosen for.
+    """
+    chosen = preset.objective.objective
+    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        if flag.partition("=")[0] == "--objective":
+            chosen = flag.partition("=")[2] or value
+    if chosen == preset.objective.objective or chosen not in get_args(ObjectiveName):
+        return preset
+    return dataclasses.replace(preset, objective=ObjectiveSettings(objective=chosen))
 
 
 def _refuse_unknown(arguments: list[str]) -> None:

@@ -26,9 +26,10 @@ ObjectiveName = Literal[
     "maxrl",
     "gdpo",
     "vespo",
+    "distillation",
     "ppo",
 ]
-"""Objectives of `rljax.losses` that need no teacher."""
+"""Objectives of `rljax.losses`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,14 @@ class ModelSettings:
     """Dtype of activations and matmuls; master weights are float32 always."""
     remat: bool = False
     """Recompute each layer's activations in the backward pass: less memory, more time."""
+    lora_rank: int = 0
+    """Rank of low-rank adapters, trained in place of the weights; 0: the weights are trained."""
+    lora_alpha: float = 32.0
+    """Over lora_rank it multiplies the adapters' product."""
+    lora_targets: tuple[str, ...] = ("attention/*", "feed_forward/*")
+    """Ends of the names of the matrices that are adapted, such as attention/q."""
+    teacher: str = ""
+    """distillation: a Hugging Face folder, a .gguf file, or smollm2, of the policy's vocabulary."""
     mesh: str = ""
     """Sizes of mesh axes, such as data=2,fsdp=4; empty puts all devices on fsdp."""
 
@@ -118,7 +127,10 @@ class RolloutSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveSettings:
-    """The objective. Unset values are its own defaults; one it does not take is refused."""
+    """The objective. Unset values are its own defaults; one it does not take is refused.
+
+    A preset's values hold for the preset's objective: with another one they are unset.
+    """
 
     objective: ObjectiveName = "gspo"
     """Its name in rljax.losses."""
@@ -157,6 +169,20 @@ class ObjectiveSettings:
     """DAPO: leave truncated responses out of the loss."""
     truncated_is: float | None = None
     """Cap of the truncated importance weight trainer/sampler; unset: no correction."""
+    top_entropy: float | None = None
+    """Share of the tokens, those of highest entropy at the start of the step, that train."""
+    entropy_coef: float | None = None
+    """Weight of an entropy bonus; with entropy_target the weight it starts from."""
+    entropy_target: float | None = None
+    """Entropy in nats that the bonus holds by adapting its weight after each update."""
+    router_aux_loss_coef: float | None = None
+    """Mixtures: weight of the routers' load-balancing loss (1 where load is even)."""
+    clip_cov: float | None = None
+    """Clip-Cov: share of the tokens, drawn from those of high covariance between advantage and
+    log-probability, that lose their gradient (published: 2e-4)."""
+    kl_cov: float | None = None
+    """KL-Cov: weight of |log ratio| on the 2e-4 of the tokens of highest covariance (published:
+    1); goes with the plain policy gradient, so the clipping window is taken away."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +214,9 @@ class OptimizerSettings:
     share_prompts: Literal["auto", "never"] = "auto"
     """auto: a group's prompt stands once in the rows of the update, where that makes them fewer
     tokens and not too long; never changes a result."""
+    router_bias_update_rate: float = 0.0
+    """By how much routers' correction biases (DeepSeek-V3) follow the load after each update; 0:
+    they stay (published: 1e-3)."""
     max_skipped_updates: int = 5
     """The run stops after this many updates in a row were skipped for a non-finite gradient."""
 
@@ -244,6 +273,8 @@ class RunSettings:
     """Steps between checkpoints; one is written at the end too."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints are kept."""
+    export: str = ""
+    """A folder for the final policy, adapters merged, as transformers loads it; empty: none."""
     log_samples: int = 4
     """Responses written to samples.jsonl each step."""
 
@@ -295,9 +326,15 @@ class Config:
         ):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        if r.num_generations < 2 and self.objective.objective != "ppo":
+        alone = ("ppo", "reinforce_plus_plus", "distillation")
+        if r.num_generations < 2 and self.objective.objective not in alone:
             raise ValueError(
                 f"num_generations={r.num_generations}: a group baseline needs at least 2"
+            )
+        if bool(self.model.teacher) != (self.objective.objective == "distillation"):
+            raise ValueError(
+                f"teacher={self.model.teacher!r} with objective={self.objective.objective}: "
+                "distillation needs a teacher, and no other objective takes one"
             )
         responses = r.prompts_per_step * r.num_generations
         if responses % o.mini_batch_size or o.mini_batch_size % r.num_generations:

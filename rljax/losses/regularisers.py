@@ -161,20 +161,30 @@ class adaptive_entropy(Regulariser):
             "entropy_last": jnp.where(counted, last, state["entropy_last"]),
         }
 
+    def surrogate(self, step: Step, chosen: Bool[Array, "R T"] | None) -> Step:
+        """Reports the coefficient; J stays."""
+        coef = {"policy/entropy_coef": Mean(self._coef(step), jnp.float32(1))}
+        return step.replace(stats={**step.stats, **coef})
+
     def penalty(self, step: Step, chosen: Bool[Array, "R T"] | None) -> Float[Array, "R T"]:
         """What is added to the loss of each token."""
+        return -self._coef(step) * step.output("entropy", self)
+
+    def _coef(self, step: Step) -> Float[Array, ""]:
+        """The coefficient as it acts now."""
         if "entropy_coef" not in step.state:
             raise ValueError(
                 f"{self!r} needs its state, got none: pass state=objective.init_state()"
             )
         active = step.state["entropy_last"] <= self.target
-        coef = jnp.where(active, step.state["entropy_coef"], 0.0)
-        return -coef * step.output("entropy", self)
+        return jnp.where(active, step.state["entropy_coef"], 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class router_balance(Regulariser):
-    """Adds the auxiliary loss of a mixture's router: coef·`PolicyOutputs.router`.
+    """Adds the load-balancing loss of a mixture's routers: coef·`PolicyOutputs.router`.
+
+    The load in it is that of the whole optimizer batch (`models.balance_loss`).
 
     Args:
         coef: Coefficient.
@@ -191,6 +201,11 @@ class router_balance(Regulariser):
     def needs(self) -> frozenset[str]:
         """The router's auxiliary loss of each token."""
         return frozenset({"router"})
+
+    def surrogate(self, step: Step, chosen: Bool[Array, "R T"] | None) -> Step:
+        """Reports the loss; J stays."""
+        found = {"moe/balance_loss": Mean.of(step.output("router", self), step.counted())}
+        return step.replace(stats={**step.stats, **found})
 
     def penalty(self, step: Step, chosen: Bool[Array, "R T"] | None) -> Float[Array, "R T"]:
         """What is added to the loss of each token."""

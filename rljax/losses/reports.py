@@ -123,6 +123,9 @@ def of_step(step: Step, loss: Float[Array, ""]) -> Metrics:
         stats["policy/kl_old"] = Mean.of(kl_estimate(step.anchor("old", "kl_old"), logp), kept)
     if rows.ref_logp is not None:
         stats["policy/kl_ref"] = Mean.of(kl_estimate(logp, step.field("ref_logp", "kl")), kept)
+    if rows.teacher_logp is not None:
+        gap = logp - step.field("teacher_logp", "kl_teacher")
+        stats["policy/kl_teacher"] = Mean.of(gap, kept)
     if step.outputs.entropy is not None:
         stats["policy/entropy"] = Mean.of(step.output("entropy", "entropy"), kept)
     return stats

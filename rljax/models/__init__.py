@@ -1,10 +1,12 @@
 """Policies as pure functions: one declaration of the parameters, one forward pass."""
 
+from rljax.models.balance import move_corrections, routed_load
 from rljax.models.config import (
     Attention,
     Block,
     Dense,
     Experts,
+    LatentAttention,
     ModelConfig,
     RopeScaling,
     Stack,
@@ -14,6 +16,13 @@ from rljax.models.config import (
 from rljax.models.critic import abstract_critic, init_critic, token_values
 from rljax.models.experts import RouterOutputs
 from rljax.models.forward import hidden_states, logits, score_tokens, token_logprobs
+from rljax.models.lora import (
+    Lora,
+    abstract_adapters,
+    adapter_shardings,
+    init_adapters,
+    merge_adapters,
+)
 from rljax.models.parameters import (
     Params,
     abstract,
@@ -24,6 +33,7 @@ from rljax.models.parameters import (
     for_compute,
     init,
     names,
+    path_name,
     shardings,
 )
 from rljax.models.presets import PRESETS
@@ -35,6 +45,8 @@ __all__ = [
     "Block",
     "Dense",
     "Experts",
+    "LatentAttention",
+    "Lora",
     "ModelConfig",
     "Params",
     "RopeScaling",
@@ -42,7 +54,9 @@ __all__ = [
     "Stack",
     "Yarn",
     "abstract",
+    "abstract_adapters",
     "abstract_critic",
+    "adapter_shardings",
     "check",
     "count",
     "count_active",
@@ -52,9 +66,14 @@ __all__ = [
     "from_pretrained",
     "hidden_states",
     "init",
+    "init_adapters",
     "init_critic",
     "logits",
+    "merge_adapters",
+    "move_corrections",
     "names",
+    "path_name",
+    "routed_load",
     "save_pretrained",
     "score_tokens",
     "shardings",

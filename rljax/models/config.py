@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 
@@ -37,6 +38,14 @@ class Yarn:
     truncate: bool = True
 
 
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """By how much YaRN scales queries and keys for a context `factor` longer (its eq. 22).
+
+    `weight` multiplies the logarithm, as DeepSeek's `mscale` and `mscale_all_dim` do.
+    """
+    return 1.0 + 0.1 * weight * math.log(factor) if factor > 1 else 1.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Attention:
     """Grouped-query attention with rotary embeddings.
@@ -46,7 +55,11 @@ class Attention:
       num_kv_heads: Key and value heads K; H is a multiple of K.
       head_dim: Size of a head.
       bias: Whether the q, k, v projections have biases (Qwen2).
-      qk_norm: Whether queries and keys pass an RMSNorm per head (Qwen3).
+      output_bias: Whether the output projection has one (gpt-oss).
+      qk_norm: The RMSNorm that queries and keys pass before rotation: one for each head (`head`,
+        Qwen3), or one over all heads together (`full`, OLMoE).
+      sinks: Whether each head has a learned logit that takes part in the softmax and has no
+        value (gpt-oss).
       rope_theta: Base of the rotary frequencies.
       rope_scaling: How the frequencies are stretched; None: not.
       window: How many positions back a query sees, its own included; None: all.
@@ -56,7 +69,9 @@ class Attention:
     num_kv_heads: int
     head_dim: int
     bias: bool = False
-    qk_norm: bool = False
+    output_bias: bool = False
+    qk_norm: Literal["head", "full"] | None = None
+    sinks: bool = False
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | Yarn | None = None
     window: int | None = None
@@ -69,6 +84,55 @@ class Attention:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings need pairs")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window={self.window} must be at least 1; None is full attention")
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434, section 2.1).
+
+    Keys and values of all heads are projected from one vector a token, the latent, beside one
+    rotary key that all heads share.
+
+    Attributes:
+      num_heads: Heads H.
+      q_rank: Size of the vector that queries are projected from; None: from the hidden state.
+      kv_rank: Size of the latent.
+      nope_dim: Part of a head's queries and keys that is not rotated.
+      rope_dim: Part that is.
+      value_dim: Size of a head's values.
+      rope_theta: Base of the rotary frequencies.
+      rope_scaling: How the frequencies are stretched; None: not.
+      scale_weight: Weight of the context's stretching in the scale of scores (`mscale_all_dim`).
+    """
+
+    num_heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | Yarn | None = None
+    scale_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rope_dim % 2:
+            raise ValueError(f"rope_dim={self.rope_dim} is odd; rotary embeddings need pairs")
+        if self.scale_weight and not isinstance(self.rope_scaling, Yarn):
+            raise ValueError(
+                f"scale_weight={self.scale_weight} weighs a stretching by YaRN, got rope_scaling="
+                f"{self.rope_scaling}; leave it at 0"
+            )
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by: 1/√(size of a query), and YaRN's magnitude squared."""
+        scale = (self.nope_dim + self.rope_dim) ** -0.5
+        if isinstance(self.rope_scaling, Yarn):
+            scale *= yarn_magnitude(self.rope_scaling.factor, self.scale_weight) ** 2
+        return scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,24 +144,61 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """Mixture of SwiGLU experts behind a softmax top-k router in float32.
+    """Mixture of SwiGLU experts behind a top-k router in float32.
 
     Attributes:
       num_experts: Experts E.
       top_k: Experts chosen for each token.
       intermediate_size: Inner size of one expert.
-      norm_topk_prob: Whether the chosen probabilities are divided by their sum.
+      norm_topk_prob: Whether the chosen scores are divided by their sum.
+      scoring: What makes scores of the router's logits: a softmax over the experts, or a sigmoid
+        of each (DeepSeek-V3, 2024, arXiv:2412.19437, section 2.1.2).
+      groups: Into how many groups of neighbours the experts fall.
+      top_groups: How many groups a token may choose from: those whose two best experts add up to
+        most.
+      scale: Multiplies the weights of the chosen experts.
+      correction_bias: Whether each expert has a number that is added to its score when experts
+        are chosen and nowhere else; no gradient moves it, the experts' load does.
+      router_bias: Whether the router's logits have a learned bias (gpt-oss).
+      bias: Whether the matrices inside the experts have biases (gpt-oss).
+      activation: What stands between them: SwiGLU (`silu`), or the one of gpt-oss, which clamps
+        both its inputs (`clamped`).
+      shared_size: Inner size of a SwiGLU expert that every token passes; 0: there is none.
+      shared_gated: Whether each token weighs the shared expert by a sigmoid (Qwen2-MoE).
     """
 
     num_experts: int
     top_k: int
     intermediate_size: int
     norm_topk_prob: bool = True
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    correction_bias: bool = False
+    router_bias: bool = False
+    bias: bool = False
+    activation: Literal["silu", "clamped"] = "silu"
+    shared_size: int = 0
+    shared_gated: bool = False
 
     def __post_init__(self) -> None:
+        if self.shared_gated and not self.shared_size:
+            raise ValueError("shared_gated=True needs a shared expert; give its shared_size")
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(
                 f"top_k={self.top_k} must lie between 1 and num_experts={self.num_experts}"
+            )
+        size, rest = divmod(self.num_experts, self.groups)
+        if rest or size < 2 <= self.groups:
+            raise ValueError(
+                f"groups={self.groups} must cut num_experts={self.num_experts} into equal groups "
+                "of two or more"
+            )
+        if not self.top_k <= self.top_groups * size <= self.num_experts:
+            raise ValueError(
+                f"top_groups={self.top_groups} of {self.groups} groups of {size} must hold "
+                f"top_k={self.top_k} experts, and be no more than there are"
             )
 
 
@@ -105,7 +206,7 @@ class Experts:
 class Block:
     """One decoder layer: pre-norm attention, then pre-norm feed-forward."""
 
-    attention: Attention
+    attention: Attention | LatentAttention
     feed_forward: Dense | Experts
 
 
@@ -197,9 +298,9 @@ def decoder(
     top_k: int = 2,
     norm_topk_prob: bool = True,
     bias: bool = False,
-    qk_norm: bool = True,
+    qk_norm: Literal["head", "full"] | None = "head",
     rope_theta: float = 10_000.0,
-    rope_scaling: RopeScaling | None = None,
+    rope_scaling: RopeScaling | Yarn | None = None,
     norm_eps: float = 1e-6,
     tie_embeddings: bool = True,
     dtype: Literal["float32", "bfloat16"] = "float32",

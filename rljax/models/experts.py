@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, Literal
 
 import jax
@@ -25,6 +27,8 @@ class RouterOutputs:
       entropy: float32 [layers], sum over tokens of the router distribution's entropy, nats.
       flips: float32 [layers], tokens whose own top-k set differs from the replayed one.
       tokens: float32 scalar, tokens counted.
+      auxiliary: float32 [B, T], each token's load-balancing loss, a mean over the layers, with its
+        gradient; None unless the load was given.
     """
 
     experts: Int[Array, "B T layers k"]
@@ -32,6 +36,14 @@ class RouterOutputs:
     entropy: Float[Array, " layers"]
     flips: Float[Array, " layers"]
     tokens: Float[Array, ""]
+    auxiliary: Float[Array, "B T"] | None = None
+
+
+CLAMP = 7.0
+"""Where gpt-oss clamps its experts' gates (from above) and what they gate (on both sides)."""
+GAIN = 1.702
+"""The factor inside the sigmoid of gpt-oss's experts."""
+_TINY = 1e-20  # added to the sum that sigmoids are divided by, as in DeepSeek-V3
 
 
 def route(
@@ -39,32 +51,60 @@ def route(
     x: Float[Array, "N D"],
     config: Experts,
     replay: Int[Array, "N k"] | None = None,
+    bias: Float[Array, " E"] | None = None,
+    correction: Float[Array, " E"] | None = None,
 ) -> tuple[Float[Array, "N E"], Int[Array, "N k"], Int[Array, "N k"], Float[Array, "N k"]]:
-    """Softmax over all experts in float32, then the top k.
+    """Scores of all experts in float32, then the top k.
 
     Args:
       router: The router's matrix.
       x: Normalised hidden states.
       config: The mixture.
       replay: Experts to use instead of the router's own choice, -1 where unset. Their weights
-        are the live probabilities gathered at these indices, so that the router learns.
+        are the live scores gathered at these indices, so that the router learns.
+      bias: Added to the router's logits.
+      correction: Added to the scores by which experts are chosen, and to no weight.
 
     Returns:
-      Probabilities, the router's own choice, the experts used, and the weights of those.
+      Probabilities (sigmoid scores divided by the sum over all experts), the router's own choice,
+      the experts used, and the weights of those.
     """
     # Named precision: float32 matmuls run in bfloat16 passes on TPU and may use TF32 on GPU.
     logits = jnp.matmul(
         x.astype(jnp.float32), router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     )
-    probs = jax.nn.softmax(logits, axis=-1)
-    _, own = jax.lax.top_k(probs, config.top_k)
+    if bias is not None:
+        logits = logits + bias.astype(jnp.float32)
+    if config.scoring == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+        probs = scores / (scores.sum(-1, keepdims=True) + _TINY)
+    else:
+        probs = scores = jax.nn.softmax(logits, axis=-1)
+    own = _choose(scores, config, correction)
     used = own if replay is None else jnp.where(replay >= 0, replay, own)
     if config.norm_topk_prob:
-        # Their probabilities divided by the sum, without 0/0 where replayed ones have underflowed.
-        weights = jax.nn.softmax(jnp.take_along_axis(logits, used, axis=-1), axis=-1)
+        # In logarithms, so that replayed experts whose scores have underflowed make no 0/0.
+        z = jnp.take_along_axis(logits, used, axis=-1)
+        if config.scoring == "sigmoid":
+            floor = jnp.full_like(z[:, :1], math.log(_TINY))
+            z = jnp.concatenate([jax.nn.log_sigmoid(z), floor], axis=-1)
+        weights = jax.nn.softmax(z, axis=-1)[:, : config.top_k]
     else:
-        weights = jnp.take_along_axis(probs, used, axis=-1)
-    return probs, own, used, weights
+        weights = jnp.take_along_axis(scores, used, axis=-1)
+    return probs, own, used, weights if config.scale == 1 else weights * config.scale
+
+
+def _choose(scores: Array, config: Experts, correction: Array | None) -> Array:
+    """The k experts of highest corrected score, in the groups whose two best add up to most."""
+    if correction is not None:
+        scores = scores + correction.astype(jnp.float32)
+    if config.top_groups < config.groups:
+        grouped = scores.reshape(scores.shape[0], config.groups, -1)
+        value = jax.lax.top_k(grouped, 2)[0].sum(-1)
+        best = jax.lax.top_k(value, config.top_groups)[1]
+        kept = (best[:, :, None] == jnp.arange(config.groups)).any(1)
+        scores = jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+    return jax.lax.top_k(scores, config.top_k)[1]
 
 
 def experts(
@@ -73,32 +113,50 @@ def experts(
     chosen: Int[Array, "N k"],
     weights: Float[Array, "N k"],
     dispatch: Dispatch | None = None,
+    activation: Literal["silu", "clamped"] = "silu",
 ) -> Float[Array, "N D"]:
-    """Σ over the chosen experts of weight · SwiGLU expert; no token is dropped.
+    """Σ over the chosen experts of weight · expert; no token is dropped.
 
     Args:
-      params: `gate`, `up` [E, D, F] and `down` [E, F, D].
+      params: `gate`, `up` [E, D, F] and `down` [E, F, D]; with biases also `gate_bias`, `up_bias`
+        [E, F] and `down_bias` [E, D].
       x: Hidden states, in the compute dtype.
       chosen: Experts of each token.
       weights: Their weights, float32.
       dispatch: `all` sends every token through every expert, for few tokens or few experts: its
         row bits do not depend on the other rows. `sorted` sorts tokens by expert for
         `grouped_matmul`. None: the cheaper by count of rows.
+      activation: As in `Experts`.
     """
     n, k = chosen.shape
     e = params["gate"].shape[0]
     block = gmm.block_size(n * k, e) if gmm.default_backend() == "blocks" else 1
     if dispatch is None:
         dispatch = "all" if n * e <= 2 * (n * k + e * block) else "sorted"
-    gate, up, down = (params[m].astype(x.dtype) for m in ("gate", "up", "down"))
+    biased = "down_bias" in params
+
+    def cast(name: str) -> Array:
+        return params[name].astype(x.dtype)
+
     if dispatch == "all":
-        # The tokens once for each expert: a matmul batched in its leading dimension reads the
-        # weights as they lie, where a wide one over [D, E·F] would turn them round at every call.
-        spread = jnp.broadcast_to(x, (e, *x.shape))
+
+        def every(name: str) -> Array:
+            m = cast(name)
+            if n < m.shape[1]:
+                # Few rows: as a batch of E, for turning the weights round would cost more.
+                each = jnp.broadcast_to(x, (e, *x.shape))
+                y = jnp.einsum("end,edf->enf", each, m).swapaxes(0, 1)
+            else:
+                # Many rows: one plain matmul over [D, E·F] is faster than a batch of E on CPU.
+                y = (x @ m.transpose(1, 0, 2).reshape(m.shape[1], -1)).reshape(n, e, -1)
+            return y + cast(f"{name}_bias") if biased else y
+
         share = jnp.zeros((n, e), jnp.float32).at[jnp.arange(n)[:, None], chosen].add(weights)
-        hidden = jax.nn.silu(spread @ gate) * (spread @ up)
-        weighed = (hidden.astype(jnp.float32) * share.T[:, :, None]).astype(x.dtype)
-        return weighed.swapaxes(0, 1).reshape(n, -1) @ down.reshape(-1, down.shape[2])
+        hidden = _activate(every("gate"), every("up"), activation)
+        weighed = hidden.astype(jnp.float32) * share[:, :, None]
+        down = cast("down")
+        out = weighed.reshape(n, -1).astype(x.dtype) @ down.reshape(-1, down.shape[2])
+        return out + share.astype(x.dtype) @ cast("down_bias") if biased else out
 
     flat = chosen.reshape(-1)
     order = jnp.argsort(flat, stable=True)
@@ -112,12 +170,26 @@ def experts(
     place = jnp.zeros((n * k,), jnp.int32).at[order].set(target)
     spread = _gather_rows(x, source // k, place.reshape(n, k), n)
 
-    def matmul(a: Array, w: Array) -> Array:
-        return gmm.grouped_matmul(a, w, sizes, aligned=block if block > 1 else None)
+    grouped = functools.partial(
+        gmm.grouped_matmul, group_sizes=sizes, aligned=block if block > 1 else None
+    )
+    taken = (source < n * k)[:, None].astype(x.dtype)
 
-    out = matmul(jax.nn.silu(matmul(spread, gate)) * matmul(spread, up), down)
+    def matmul(a: Array, name: str) -> Array:
+        y = grouped(a, cast(name))
+        # A bias is the row of a matrix with one input, which is 0 in rows that pad a group.
+        return y + grouped(taken, cast(f"{name}_bias")[:, None]) if biased else y
+
+    out = matmul(_activate(matmul(spread, "gate"), matmul(spread, "up"), activation), "down")
     picked = _pick_rows(out, place, source).reshape(n, k, -1)
     return jnp.einsum("nkd,nk->nd", picked.astype(jnp.float32), weights).astype(x.dtype)
+
+
+def _activate(gate: Array, up: Array, activation: Literal["silu", "clamped"]) -> Array:
+    if activation == "silu":
+        return jax.nn.silu(gate) * up
+    gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
+    return gate * jax.nn.sigmoid(GAIN * gate) * (up + 1)
 
 
 # Gathers whose transposes are gathers too: XLA's scatter-add is slow on CPU and unordered on GPU.

@@ -8,89 +8,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rljax.models.config import (
     Attention,
     Block,
     Dense,
     Experts,
+    LatentAttention,
     ModelConfig,
     RopeScaling,
     Stack,
+    Yarn,
+    yarn_magnitude,
 )
+from rljax.models.experts import CLAMP, GAIN
+from rljax.models.fields import Fields
 from rljax.models.weights import (
     Table,
+    all_experts,
     from_heads,
     heads_vector,
     linear,
     rows,
     to_heads,
     vector,
-)
-
-# Fields that change no logit: ids and limits of generation, bookkeeping, training-time losses.
-_INERT = frozenset(
-    {
-        "architectures",
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "cross_attention_hidden_size",
-        "decoder_start_token_id",
-        "diversity_penalty",
-        "do_sample",
-        "dtype",
-        "early_stopping",
-        "encoder_no_repeat_ngram_size",
-        "eos_token_id",
-        "exponential_decay_length_penalty",
-        "finetuning_task",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "id2label",
-        "initializer_range",
-        "is_llama_config",
-        "label2id",
-        "length_penalty",
-        "max_length",
-        "min_length",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_return_sequences",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "output_scores",
-        "pad_token_id",
-        "prefix",
-        "pretraining_tp",
-        "problem_type",
-        "remove_invalid_values",
-        "repetition_penalty",
-        "return_dict",
-        "return_dict_in_generate",
-        "router_aux_loss_coef",
-        "sep_token_id",
-        "suppress_tokens",
-        "task_specific_params",
-        "temperature",
-        "tf_legacy_loss",
-        "tokenizer_class",
-        "top_k",
-        "top_p",
-        "torch_dtype",
-        "torchscript",
-        "transformers.js_config",
-        "transformers_version",
-        "typical_p",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_bfloat16",
-        "use_cache",
-    }
 )
 
 # Fields that must say this, or nothing: the rest we lack.
@@ -101,83 +43,11 @@ _FIXED: Mapping[str, Any] = {
     "is_decoder": False,
     "is_encoder_decoder": False,
     "mlp_bias": False,
-    "attention_bias": False,
     "partial_rotary_factor": 1.0,
     "pruned_heads": {},
     "rope_interleaved": False,
     "tie_encoder_decoder": False,
 }
-
-
-class Fields:
-    """Fields of a configuration file, each of which is read, known to be inert, off, or refused."""
-
-    def __init__(self, values: Mapping[str, Any], where: str):
-        """Takes the fields and what to call their file."""
-        self._values = {k: v for k, v in values.items() if v is not None}
-        self._read: set[str] = set()
-        self.where = where
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
-
-    def get(self, name: str, default: Any) -> Any:
-        """A field, or its default where it is absent or null."""
-        self._read.add(name)
-        return self._values.get(name, default)
-
-    def size(self, name: str, default: int | None = None) -> int:
-        """A positive integer.
-
-        Raises:
-          ValueError: It is absent and has no default, or is something else.
-        """
-        value = self.get(name, default)
-        if value is None:
-            raise ValueError(f"{self.where} has no field {name!r}; the model cannot be built")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{self.where}: {name}={value!r} must be a positive integer")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        """A positive number.
-
-        Raises:
-          ValueError: It is something else.
-        """
-        value = self.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise ValueError(f"{self.where}: {name}={value!r} must be a positive number")
-        return float(value)
-
-    def must(self, name: str, value: Any) -> None:
-        """Refuses a field that says anything but `value`, the only one that is supported.
-
-        Raises:
-          ValueError: It does.
-        """
-        got = self.get(name, value)
-        if got != value:
-            raise ValueError(f"{self.where}: {name}={got!r} is not supported, only {value!r} is")
-
-    def close(self, inert: frozenset[str] | Sequence[str] = _INERT) -> None:
-        """Refuses fields that nobody read, unless they say that something is off.
-
-        Raises:
-          ValueError: There is one.
-        """
-        for name, value in self._values.items():
-            known = name in self._read or name in inert or name.startswith("_")
-            if not known and value not in (False, "", [], {}):
-                raise ValueError(
-                    f"{self.where}: field {name}={_short(value)} is not supported; if it changes "
-                    "nothing in the model, take it out of the file"
-                )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,53 +83,104 @@ def stacks(layers: Sequence[Block]) -> tuple[Stack, ...]:
     return tuple(out)
 
 
-def _rope(f: Fields) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, as transformers 5 (`rope_parameters`) and 4 (two fields) write them."""
-    old = f.get("rope_scaling", None)
-    values = {"rope_theta": f.get("rope_theta", 10_000.0)}
-    values.update(old or f.get("rope_parameters", {}))
-    f.get("rope_parameters", None)
-    rope = Fields(values, f"{f.where}, rope parameters")
+def _rope_fields(f: Fields) -> Fields:
+    """What is said of rotary embeddings, as transformers 5 (one field) and 4 (two) write it."""
+    old, new = f.get("rope_scaling", None), f.get("rope_parameters", {})
+    values = {"rope_theta": f.get("rope_theta", 10_000.0), **(old or new)}
+    return Fields(values, f"{f.where}, rope parameters")
+
+
+def _rope(f: Fields) -> tuple[float, RopeScaling | Yarn | None]:
+    """Base and scaling of the rotary embeddings."""
+    rope = _rope_fields(f)
     rope.must("partial_rotary_factor", 1.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = rope.number("rope_theta", 10_000.0)
     if kind == "default":
         rope.close(("original_max_position_embeddings",))
         return theta, None
-    if kind != "llama3":
+    readers: dict[str, Callable[[Fields, int], RopeScaling | Yarn]] = {
+        "llama3": _read_llama3,
+        "yarn": _read_yarn,
+    }
+    if kind not in readers:
         raise ValueError(
-            f"{f.where}: rope_type={kind!r} is not supported, only 'default' and 'llama3' are"
+            f"{f.where}: rope_type={kind!r} is not supported, only 'default', 'llama3' and "
+            "'yarn' are"
         )
-    for name in ("factor", "low_freq_factor", "high_freq_factor"):
-        if name not in rope:
-            raise ValueError(f"{f.where}: rope_type='llama3' needs {name!r}, which is absent")
-    scaling = RopeScaling(
-        factor=rope.number("factor", 1.0),
-        low_freq_factor=rope.number("low_freq_factor", 1.0),
-        high_freq_factor=rope.number("high_freq_factor", 1.0),
-        original_max_position=rope.size(
-            "original_max_position_embeddings", f.get("max_position_embeddings", None)
-        ),
-    )
+    original = rope.size("original_max_position_embeddings", f.get("max_position_embeddings", None))
+    scaling = readers[kind](rope, original)
     rope.close(())
     return theta, scaling
 
 
-def _no_window(f: Fields, num_layers: int, from_layer: int) -> None:
-    """Refuses sliding windows that any layer would use."""
-    window = f.get("sliding_window", None)
-    if f.get("use_sliding_window", False) and window is not None and from_layer < num_layers:
+def _needs(rope: Fields, kind: str, names: Sequence[str]) -> None:
+    for name in names:
+        if name not in rope:
+            raise ValueError(f"{rope.where}: rope_type={kind!r} needs {name!r}, which is absent")
+
+
+def _read_llama3(rope: Fields, original: int) -> RopeScaling:
+    _needs(rope, "llama3", ("factor", "low_freq_factor", "high_freq_factor"))
+    return RopeScaling(
+        factor=rope.number("factor", 1.0),
+        low_freq_factor=rope.number("low_freq_factor", 1.0),
+        high_freq_factor=rope.number("high_freq_factor", 1.0),
+        original_max_position=original,
+    )
+
+
+def _read_yarn(rope: Fields, original: int) -> Yarn:
+    _needs(rope, "yarn", ("factor",))
+    factor = rope.number("factor", 1.0)
+    magnitude = yarn_magnitude(factor)
+    # Two weights of the logarithm count only together; alone, mscale_all_dim scales scores.
+    over, under = rope.get("mscale", 0.0), rope.get("mscale_all_dim", 0.0)
+    if over and under:
+        magnitude = yarn_magnitude(factor, over) / yarn_magnitude(factor, under)
+    return Yarn(
+        factor=factor,
+        original_max_position=original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        magnitude=rope.number("attention_factor", magnitude),
+        truncate=bool(rope.get("truncate", True)),
+    )
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def _windows(f: Fields, window: int | None, slides: Callable[[int], bool]) -> list[int | None]:
+    """Each layer's window, by `layer_types`, or where that is absent by `slides`."""
+    count = f.size("num_hidden_layers")
+    kinds = f.get(
+        "layer_types", [_SLIDING if window and slides(i) else _FULL for i in range(count)]
+    )
+    if len(kinds) != count:
         raise ValueError(
-            f"{f.where}: use_sliding_window=True (sliding_window={window}) is not supported; "
-            "only full attention is"
+            f"{f.where}: layer_types says {len(kinds)} layers, num_hidden_layers={count}; give one "
+            "type for each layer"
         )
-    kinds = f.get("layer_types", ["full_attention"] * num_layers)
     for kind in kinds:
-        if kind != "full_attention":
+        if kind not in (_FULL, _SLIDING):
             raise ValueError(
-                f"{f.where}: layer_types holds {kind!r}, which is not supported; only "
-                "'full_attention' is"
+                f"{f.where}: layer_types holds {kind!r}, which is not supported; only {_FULL!r} "
+                f"and {_SLIDING!r} are"
             )
+        if kind == _SLIDING and window is None:
+            raise ValueError(
+                f"{f.where}: layer_types holds {kind!r}, but no sliding window is set; give "
+                "sliding_window, and use_sliding_window where the family has it"
+            )
+    return [window if kind == _SLIDING else None for kind in kinds]
+
+
+def _qwen_window(f: Fields) -> int | None:
+    """The window of the layers that slide, in the families that can switch it off."""
+    window = f.size("sliding_window") if f.get("use_sliding_window", False) else None
+    f.get("sliding_window", None)  # what it says is not meant
+    return window
 
 
 def _model(
@@ -267,28 +188,44 @@ def _model(
     family: str,
     *,
     bias: bool = False,
-    qk_norm: bool = False,
-    head_dim: int | None = None,
-    num_kv_heads: int | None = None,
+    output_bias: bool = False,
+    qk_norm: Literal["head", "full"] | None = None,
+    sinks: bool = False,
+    windows: Sequence[int | None] | None = None,
     feed_forward: Callable[[int], Dense | Experts],
 ) -> ModelConfig:
-    """What the families share. `feed_forward` says what a layer's is."""
-    f.must("model_type", family)
+    """What the families share.
+
+    `windows` holds each layer's, by default none; `feed_forward` says what a layer's is.
+    """
     width, heads = f.size("hidden_size"), f.size("num_attention_heads")
     theta, scaling = _rope(f)
     attention = Attention(
         num_heads=heads,
-        num_kv_heads=f.size("num_key_value_heads", num_kv_heads or heads),
-        head_dim=f.size("head_dim", head_dim or width // heads),
+        num_kv_heads=f.size("num_key_value_heads", heads),
+        head_dim=f.size("head_dim", width // heads),
         bias=bias,
+        output_bias=output_bias,
         qk_norm=qk_norm,
+        sinks=sinks,
         rope_theta=theta,
         rope_scaling=scaling,
     )
-    layers = [Block(attention, feed_forward(i)) for i in range(f.size("num_hidden_layers"))]
+    layers = [
+        Block(dataclasses.replace(attention, window=window), feed_forward(i))
+        for i, window in enumerate(windows or [None] * f.size("num_hidden_layers"))
+    ]
+    return _assemble(f, family, layers, attention_bias=output_bias)
+
+
+def _assemble(
+    f: Fields, family: str, layers: Sequence[Block], attention_bias: bool = False
+) -> ModelConfig:
+    """The configuration of known layers; fields that nobody has read are refused."""
+    f.must("model_type", family)
     config = ModelConfig(
         vocab_size=f.size("vocab_size"),
-        hidden_size=width,
+        hidden_size=f.size("hidden_size"),
         stacks=stacks(layers),
         norm_eps=f.number("rms_norm_eps", 1e-6),
         tie_embeddings=bool(f.get("tie_word_embeddings", False)),
@@ -297,6 +234,7 @@ def _model(
     )
     for name, value in _FIXED.items():
         f.must(name, value)
+    f.must("attention_bias", attention_bias)
     f.close()
     return config
 
@@ -306,27 +244,208 @@ def _read_llama(f: Fields) -> ModelConfig:
 
 
 def _read_qwen2(f: Fields) -> ModelConfig:
-    _no_window(f, f.size("num_hidden_layers"), f.get("max_window_layers", 28))
-    return _model(f, "qwen2", bias=True, feed_forward=_dense(f))
+    return _model(
+        f,
+        "qwen2",
+        bias=True,
+        windows=_windows(f, _qwen_window(f), _late(f)),
+        feed_forward=_dense(f),
+    )
 
 
 def _read_qwen3(f: Fields) -> ModelConfig:
-    _no_window(f, f.size("num_hidden_layers"), f.get("max_window_layers", 28))
-    return _model(f, "qwen3", qk_norm=True, head_dim=128, feed_forward=_dense(f))
+    f.assume(head_dim=128)
+    return _model(
+        f,
+        "qwen3",
+        qk_norm="head",
+        windows=_windows(f, _qwen_window(f), _late(f)),
+        feed_forward=_dense(f),
+    )
+
+
+def _late(f: Fields) -> Callable[[int], bool]:
+    first = f.get("max_window_layers", 28)
+    return lambda layer: layer >= first
 
 
 def _read_qwen3_moe(f: Fields) -> ModelConfig:
-    _no_window(f, f.size("num_hidden_layers"), from_layer=0)
+    f.assume(num_key_value_heads=4, intermediate_size=6144, moe_intermediate_size=768)
+    # Here all layers slide or none does, whatever max_window_layers says.
+    window, count = _qwen_window(f), f.size("num_hidden_layers")
     f.get("max_window_layers", None)
-    # transformers 5 writes num_local_experts, 4 wrote num_experts.
-    count = f.size("num_experts", f.get("num_local_experts", 128))
-    f.must("num_local_experts", count)
+    f.must("layer_types", [_SLIDING if window else _FULL] * count)
     mixture = Experts(
-        num_experts=count,
+        num_experts=_count_experts(f, 128),
         top_k=f.size("num_experts_per_tok", 8),
-        intermediate_size=f.size("moe_intermediate_size", 768),
+        intermediate_size=f.size("moe_intermediate_size"),
         norm_topk_prob=bool(f.get("norm_topk_prob", False)),
     )
+    return _model(
+        f,
+        "qwen3_moe",
+        qk_norm="head",
+        windows=[window] * count,
+        feed_forward=_sparse(f, mixture),
+    )
+
+
+def _read_qwen2_moe(f: Fields) -> ModelConfig:
+    f.assume(num_key_value_heads=16, intermediate_size=5632, moe_intermediate_size=1408)
+    first = f.get("max_window_layers", 28)
+    mixture = Experts(
+        num_experts=_count_experts(f, 60),
+        top_k=f.size("num_experts_per_tok", 4),
+        intermediate_size=f.size("moe_intermediate_size"),
+        norm_topk_prob=bool(f.get("norm_topk_prob", False)),
+        shared_size=f.size("shared_expert_intermediate_size", 5632),
+        shared_gated=True,
+    )
+    return _model(
+        f,
+        "qwen2_moe",
+        bias=bool(f.get("qkv_bias", True)),
+        windows=_windows(f, _qwen_window(f), lambda layer: layer % 2 == 0 and layer < first),
+        feed_forward=_sparse(f, mixture),
+    )
+
+
+def _read_olmoe(f: Fields) -> ModelConfig:
+    f.assume(rms_norm_eps=1e-5, max_position_embeddings=4096)
+    f.must("clip_qkv", None)
+    f.must("head_dim", f.size("hidden_size") // f.size("num_attention_heads"))
+    mixture = Experts(
+        num_experts=_count_experts(f, 64),
+        top_k=f.size("num_experts_per_tok", 8),
+        intermediate_size=f.size("intermediate_size", 2048),
+        norm_topk_prob=bool(f.get("norm_topk_prob", False)),
+    )
+    return _model(f, "olmoe", qk_norm="full", feed_forward=lambda layer: mixture)
+
+
+def _read_mixtral(f: Fields) -> ModelConfig:
+    f.assume(num_key_value_heads=8, rope_theta=1e6, rms_norm_eps=1e-5)
+    window = f.size("sliding_window") if "sliding_window" in f else None
+    mixture = Experts(
+        num_experts=_count_experts(f, 8),
+        top_k=f.size("num_experts_per_tok", 2),
+        intermediate_size=f.size("intermediate_size", 14_336),
+    )
+    return _model(
+        f,
+        "mixtral",
+        windows=[window] * f.size("num_hidden_layers"),
+        feed_forward=lambda layer: mixture,
+    )
+
+
+def _read_gpt_oss(f: Fields) -> ModelConfig:
+    if "rope_scaling" not in f and "rope_parameters" not in f:
+        raise ValueError(f"{f.where} has neither rope_parameters nor rope_scaling; give one")
+    f.assume(num_key_value_heads=8, head_dim=64, rope_theta=150_000.0, rms_norm_eps=1e-5)
+    f.must("swiglu_limit", CLAMP)
+    f.must("swiglu_alpha", GAIN)
+    f.get("initial_context_length", None)  # the rotary parameters say it again
+    top_k = f.size("num_experts_per_tok", 4)
+    f.must("experts_per_token", top_k)
+    mixture = Experts(
+        num_experts=_count_experts(f, 128),
+        top_k=top_k,
+        intermediate_size=f.size("intermediate_size", 2880),
+        router_bias=True,
+        bias=True,
+        activation="clamped",
+    )
+    bias = bool(f.get("attention_bias", True))
+    window = f.size("sliding_window", 128)
+    return _model(
+        f,
+        "gpt_oss",
+        bias=bias,
+        output_bias=bias,
+        sinks=True,
+        windows=_windows(f, window, lambda layer: layer % 2 == 0),
+        feed_forward=lambda layer: mixture,
+    )
+
+
+def _read_deepseek_v3(f: Fields) -> ModelConfig:
+    f.assume(intermediate_size=18_432, max_position_embeddings=4096)
+    heads, rope_dim = f.size("num_attention_heads"), f.size("qk_rope_head_dim", 64)
+    theta, scaling = _rope(f)
+    attention = LatentAttention(
+        num_heads=heads,
+        q_rank=None if f.is_null("q_lora_rank") else f.size("q_lora_rank", 1536),
+        kv_rank=f.size("kv_lora_rank", 512),
+        nope_dim=f.size("qk_nope_head_dim", 128),
+        rope_dim=rope_dim,
+        value_dim=f.size("v_head_dim", 128),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        scale_weight=float(_rope_fields(f).get("mscale_all_dim", 0.0)),
+    )
+    size = f.size("moe_intermediate_size", 2048)
+    mixture = Experts(
+        num_experts=_count_experts(f, 256, "n_routed_experts"),
+        top_k=f.size("num_experts_per_tok", 8),
+        intermediate_size=size,
+        norm_topk_prob=bool(f.get("norm_topk_prob", True)),
+        scoring="sigmoid",
+        groups=f.size("n_group", 8),
+        top_groups=f.size("topk_group", 4),
+        scale=f.number("routed_scaling_factor", 2.5),
+        correction_bias=True,
+        shared_size=size * f.size("n_shared_experts", 1),
+    )
+    for name, value in {
+        "num_key_value_heads": heads,
+        "head_dim": rope_dim,
+        "qk_head_dim": attention.nope_dim + rope_dim,
+        "rope_interleave": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    }.items():
+        f.must(name, value)
+    for name in (*_PREDICTIONS, "ep_size", "aux_loss_alpha", "seq_aux"):
+        f.get(name, None)  # of training and of layers that are left out
+    plain, dense = _dense(f), f.get("first_k_dense_replace", 3)
+    layers = [
+        Block(attention, plain(i) if i < dense else mixture)
+        for i in range(f.size("num_hidden_layers"))
+    ]
+    return _assemble(f, "deepseek_v3", layers)
+
+
+# How many layers follow the model's own to predict further tokens, in either of two names.
+_PREDICTIONS = "num_nextn_predict_layers", "num_mtp_layers"
+
+
+def left_out(values: Mapping[str, Any], config: ModelConfig) -> tuple[str, ...]:
+    """How the names of weights begin that the fields announce and the model does not use.
+
+    They are those of layers for multi-token prediction.
+    """
+    count = next((values[name] for name in _PREDICTIONS if values.get(name)), 0)
+    return tuple(f"model.layers.{config.num_layers + i}." for i in range(count))
+
+
+def _count_experts(f: Fields, default: int, first: str = "num_experts") -> int:
+    """The number of experts, which goes by two names."""
+    names = first, "num_local_experts"
+    count = f.size(names[0] if names[0] in f else names[1], default)
+    for name in names:
+        f.must(name, count)
+    return count
+
+
+def _dense(f: Fields) -> Callable[[int], Dense]:
+    size = f.size("intermediate_size")
+    return lambda layer: Dense(size)
+
+
+def _sparse(f: Fields, mixture: Experts) -> Callable[[int], Dense | Experts]:
+    """Which layers are mixtures, in the families of Qwen."""
     plain = _dense(f)
     step, dense_layers = f.size("decoder_sparse_step", 1), set(f.get("mlp_only_layers", []))
 
@@ -334,41 +453,48 @@ def _read_qwen3_moe(f: Fields) -> ModelConfig:
         sparse = layer not in dense_layers and (layer + 1) % step == 0
         return mixture if sparse else plain(layer)
 
-    return _model(f, "qwen3_moe", qk_norm=True, num_kv_heads=4, feed_forward=feed_forward)
-
-
-def _dense(f: Fields) -> Callable[[int], Dense]:
-    size = f.size("intermediate_size", 6144 if "moe_intermediate_size" in f else None)
-    return lambda layer: Dense(size)
+    return feed_forward
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    """The fields that all families share; the layers' attention must be one and the same."""
+    """The fields that all families of grouped-query attention share.
+
+    Only windows may tell the layers' attention apart.
+    """
+    attention = _attentions(config)[0]
+    return {
+        **_write_any(config),
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+    }
+
+
+def _attentions(config: ModelConfig) -> list[Attention]:
+    """Each layer's attention, in families that know no other kind."""
+    found = [b.attention for b in config.layers if isinstance(b.attention, Attention)]
+    if len(found) < config.num_layers:
+        raise ValueError(
+            f"family {config.family!r} cannot express latent attention; use 'deepseek_v3'"
+        )
+    return found
+
+
+def _write_any(config: ModelConfig) -> dict[str, Any]:
+    """The fields that all families share."""
     attention = config.layers[0].attention
     dense = [b.feed_forward for b in config.layers if isinstance(b.feed_forward, Dense)]
-    # rope_theta and rope_scaling are read by transformers 4 and 5 alike.
-    scaling = attention.rope_scaling
     return {
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
         "intermediate_size": dense[0].intermediate_size if dense else config.hidden_size * 4,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "rope_theta": attention.rope_theta,
-        "rope_scaling": None
-        if not isinstance(scaling, RopeScaling)
-        else {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position,
-        },
+        # rope_theta and rope_scaling are read by transformers 4 and 5 alike.
+        "rope_scaling": _write_scaling(attention.rope_scaling),
         "max_position_embeddings": config.max_position,
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": False,
@@ -377,34 +503,149 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _write_scaling(scaling: RopeScaling | Yarn | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    fields = {
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_max_position,
+    }
+    if isinstance(scaling, Yarn):
+        return {
+            "rope_type": "yarn",
+            **fields,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "attention_factor": scaling.magnitude,
+            "truncate": scaling.truncate,
+        }
+    return {
+        "rope_type": "llama3",
+        **fields,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+    }
+
+
 def _write_llama(config: ModelConfig) -> dict[str, Any]:
     return {**_write(config), "mlp_bias": False}
 
 
+def _write_windows(config: ModelConfig) -> dict[str, Any]:
+    windows = [a.window for a in _attentions(config)]
+    return {
+        "sliding_window": next((w for w in windows if w), None),
+        "layer_types": [_SLIDING if w else _FULL for w in windows],
+    }
+
+
+def _write_qwen(config: ModelConfig) -> dict[str, Any]:
+    windows = _write_windows(config)
+    used = windows["sliding_window"] is not None
+    return {**_write(config), "use_sliding_window": used, **windows}
+
+
 def _write_qwen2(config: ModelConfig) -> dict[str, Any]:
-    fields = {**_write(config), "use_sliding_window": False}
-    del fields["attention_bias"]  # it has no such field: q, k and v always have biases
+    fields = _write_qwen(config)
+    del fields["attention_bias"]  # it has no such field
     return fields
 
 
-def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
-    return {**_write(config), "use_sliding_window": False}
+def _mixture(config: ModelConfig) -> Experts:
+    """The mixture of all layers that have one."""
+    for block in config.layers:
+        if isinstance(block.feed_forward, Experts):
+            return block.feed_forward
+    raise ValueError(
+        f"family {config.family!r} needs a layer with experts, got none; use a dense family"
+    )
+
+
+def _write_sparse(config: ModelConfig) -> dict[str, Any]:
+    mixture = _mixture(config)
+    dense = [i for i in range(config.num_layers) if i not in config.mixture_layers]
+    return {
+        "num_experts": mixture.num_experts,
+        "num_experts_per_tok": mixture.top_k,
+        "moe_intermediate_size": mixture.intermediate_size,
+        "norm_topk_prob": mixture.norm_topk_prob,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": dense,
+    }
 
 
 def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
-    kinds = [b.feed_forward for b in config.layers]
-    mixtures = [m for m in kinds if isinstance(m, Experts)]
-    if not mixtures:
-        raise ValueError("family 'qwen3_moe' needs a layer with experts, got none; use 'qwen3'")
+    return {**_write_qwen(config), **_write_sparse(config)}
+
+
+def _write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
+    return {
+        **_write_qwen2(config),
+        **_write_sparse(config),
+        "qkv_bias": _attentions(config)[0].bias,
+        "shared_expert_intermediate_size": _mixture(config).shared_size or None,
+    }
+
+
+def _write_olmoe(config: ModelConfig) -> dict[str, Any]:
+    mixture = _mixture(config)
     return {
         **_write(config),
-        "use_sliding_window": False,
-        "num_experts": mixtures[0].num_experts,
-        "num_experts_per_tok": mixtures[0].top_k,
-        "moe_intermediate_size": mixtures[0].intermediate_size,
-        "norm_topk_prob": mixtures[0].norm_topk_prob,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i, m in enumerate(kinds) if isinstance(m, Dense)],
+        "intermediate_size": mixture.intermediate_size,
+        "num_experts": mixture.num_experts,
+        "num_experts_per_tok": mixture.top_k,
+        "norm_topk_prob": mixture.norm_topk_prob,
+    }
+
+
+def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
+    mixture = _mixture(config)
+    return {
+        **_write(config),
+        "intermediate_size": mixture.intermediate_size,
+        "num_local_experts": mixture.num_experts,
+        "num_experts_per_tok": mixture.top_k,
+        "sliding_window": _attentions(config)[0].window,
+    }
+
+
+def _write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
+    fields = {**_write_mixtral(config), **_write_windows(config)}
+    fields["sliding_window"] = fields["sliding_window"] or 128  # it must be a number
+    if fields["rope_scaling"] is None:  # to say nothing means YaRN here
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": fields["rope_theta"]}
+    fields["attention_bias"] = _attentions(config)[0].output_bias
+    return fields
+
+
+def _write_deepseek_v3(config: ModelConfig) -> dict[str, Any]:
+    attention, mixture = config.layers[0].attention, _mixture(config)
+    if not isinstance(attention, LatentAttention):
+        raise ValueError(f"family 'deepseek_v3' cannot express {attention}; use another family")
+    fields = _write_any(config)
+    if attention.scale_weight:
+        fields["rope_scaling"]["mscale_all_dim"] = attention.scale_weight
+    return {
+        **fields,
+        "num_key_value_heads": attention.num_heads,
+        "q_lora_rank": attention.q_rank,
+        "kv_lora_rank": attention.kv_rank,
+        "qk_nope_head_dim": attention.nope_dim,
+        "qk_rope_head_dim": attention.rope_dim,
+        "v_head_dim": attention.value_dim,
+        "rope_interleave": True,
+        "n_routed_experts": mixture.num_experts,
+        "num_experts_per_tok": mixture.top_k,
+        "moe_intermediate_size": mixture.intermediate_size,
+        "norm_topk_prob": mixture.norm_topk_prob,
+        "n_group": mixture.groups,
+        "topk_group": mixture.top_groups,
+        "routed_scaling_factor": mixture.scale,
+        "n_shared_experts": mixture.shared_size // mixture.intermediate_size,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "first_k_dense_replace": config.mixture_layers[0],
+        "num_nextn_predict_layers": 0,
     }
 
 
@@ -439,19 +680,83 @@ _QWEN3: Table = {
     "attention/k_norm": vector(_ATTENTION + "k_norm.weight"),
 }
 
-_QWEN3_MOE: Table = {
-    **_QWEN3,
+_EXPERTS: Table = {
     "experts/router": linear(_MLP + "gate.weight"),
     "experts/gate": linear(_MLP + "experts.{expert}.gate_proj.weight"),
     "experts/up": linear(_MLP + "experts.{expert}.up_proj.weight"),
     "experts/down": linear(_MLP + "experts.{expert}.down_proj.weight"),
 }
 
+_QWEN2_MOE: Table = {
+    **_QWEN2,
+    **_EXPERTS,
+    "experts/shared/gate": linear(_MLP + "shared_expert.gate_proj.weight"),
+    "experts/shared/up": linear(_MLP + "shared_expert.up_proj.weight"),
+    "experts/shared/down": linear(_MLP + "shared_expert.down_proj.weight"),
+    "experts/shared_gate": linear(_MLP + "shared_expert_gate.weight"),
+}
+
+_OLMOE: Table = {
+    **_LLAMA,
+    **_EXPERTS,
+    "attention/q_norm": heads_vector(_ATTENTION + "q_norm.weight"),
+    "attention/k_norm": heads_vector(_ATTENTION + "k_norm.weight"),
+}
+
+_BLOCK_SPARSE = "model.layers.{layer}.block_sparse_moe."
+
+_MIXTRAL: Table = {
+    **_LLAMA,
+    "experts/router": linear(_BLOCK_SPARSE + "gate.weight"),
+    "experts/gate": linear(_BLOCK_SPARSE + "experts.{expert}.w1.weight"),
+    "experts/up": linear(_BLOCK_SPARSE + "experts.{expert}.w3.weight"),
+    "experts/down": linear(_BLOCK_SPARSE + "experts.{expert}.w2.weight"),
+}
+
+_GPT_OSS: Table = {
+    **_QWEN2,
+    "attention/o_bias": vector(_ATTENTION + "o_proj.bias"),
+    "attention/sinks": vector(_ATTENTION + "sinks"),
+    "experts/router": linear(_MLP + "router.weight"),
+    "experts/router_bias": vector(_MLP + "router.bias"),
+    "experts/gate": all_experts(_MLP + "experts.gate_up_proj", 3, part=0, parts=2),
+    "experts/up": all_experts(_MLP + "experts.gate_up_proj", 3, part=1, parts=2),
+    "experts/down": all_experts(_MLP + "experts.down_proj", 3),
+    "experts/gate_bias": all_experts(_MLP + "experts.gate_up_proj_bias", 2, part=0, parts=2),
+    "experts/up_bias": all_experts(_MLP + "experts.gate_up_proj_bias", 2, part=1, parts=2),
+    "experts/down_bias": all_experts(_MLP + "experts.down_proj_bias", 2),
+}
+
+_DEEPSEEK_V3: Table = {
+    **_LLAMA,
+    **_EXPERTS,
+    "attention/q": to_heads(_ATTENTION + "q_proj.weight", interleaved=True),
+    "attention/q_up": to_heads(_ATTENTION + "q_b_proj.weight", interleaved=True),
+    "attention/q_down": linear(_ATTENTION + "q_a_proj.weight"),
+    "attention/q_norm": vector(_ATTENTION + "q_a_layernorm.weight"),
+    "attention/kv_down": linear(_ATTENTION + "kv_a_proj_with_mqa.weight", interleaved=True),
+    "attention/kv_norm": vector(_ATTENTION + "kv_a_layernorm.weight"),
+    "attention/kv_up": to_heads(_ATTENTION + "kv_b_proj.weight"),
+    "experts/correction": vector(_MLP + "gate.e_score_correction_bias"),
+    "experts/shared/gate": linear(_MLP + "shared_experts.gate_proj.weight"),
+    "experts/shared/up": linear(_MLP + "shared_experts.up_proj.weight"),
+    "experts/shared/down": linear(_MLP + "shared_experts.down_proj.weight"),
+}
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(_read_llama, _write_llama, _LLAMA, "LlamaForCausalLM"),
     "qwen2": Family(_read_qwen2, _write_qwen2, _QWEN2, "Qwen2ForCausalLM"),
-    "qwen3": Family(_read_qwen3, _write_qwen3, _QWEN3, "Qwen3ForCausalLM"),
-    "qwen3_moe": Family(_read_qwen3_moe, _write_qwen3_moe, _QWEN3_MOE, "Qwen3MoeForCausalLM"),
+    "qwen3": Family(_read_qwen3, _write_qwen, _QWEN3, "Qwen3ForCausalLM"),
+    "qwen2_moe": Family(_read_qwen2_moe, _write_qwen2_moe, _QWEN2_MOE, "Qwen2MoeForCausalLM"),
+    "qwen3_moe": Family(
+        _read_qwen3_moe, _write_qwen3_moe, {**_QWEN3, **_EXPERTS}, "Qwen3MoeForCausalLM"
+    ),
+    "olmoe": Family(_read_olmoe, _write_olmoe, _OLMOE, "OlmoeForCausalLM"),
+    "mixtral": Family(_read_mixtral, _write_mixtral, _MIXTRAL, "MixtralForCausalLM"),
+    "deepseek_v3": Family(
+        _read_deepseek_v3, _write_deepseek_v3, _DEEPSEEK_V3, "DeepseekV3ForCausalLM"
+    ),
+    "gpt_oss": Family(_read_gpt_oss, _write_gpt_oss, _GPT_OSS, "GptOssForCausalLM"),
 }
 """`model_type` of config.json -> family."""
 
@@ -479,7 +784,15 @@ def read_fields(values: Mapping[str, Any], where: str) -> ModelConfig:
     if kind is None:
         raise ValueError(f"{where} has no field 'model_type'; is it a model's config.json?")
     try:
-        return family(kind, where).read(Fields(values, where))
+        found = family(kind, where)
+        quantised = values.get("quantization_config")
+        if quantised:
+            method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+            raise ValueError(
+                f"{where}: quantization_config (quant_method={method!r}) is not supported; save "
+                "the model dequantised, in bfloat16"
+            )
+        return found.read(Fields(values, where))
     except ValueError as e:
         raise e if str(e).startswith(where) else ValueError(f"{where}: {e}") from e
 

@@ -11,7 +11,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rljax.mesh import constrain_rows
 from rljax.models import experts as moe
-from rljax.models.config import Attention, Dense, Experts, ModelConfig, RopeScaling, Yarn
+from rljax.models.balance import balance_loss
+from rljax.models.config import (
+    Attention,
+    Dense,
+    Experts,
+    LatentAttention,
+    ModelConfig,
+    RopeScaling,
+    Yarn,
+)
 from rljax.models.experts import RouterOutputs
 from rljax.models.parameters import Params
 
@@ -48,6 +57,7 @@ class Attend(Protocol):
 
 
 _MASKED = -1e30
+_LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever the others have
 _UNROLLED = 8  # so few layers compile and run faster one by one than as a loop
 
 
@@ -189,25 +199,79 @@ def _attention(
     p: Params,
     x: Array,
     positions: Array,
-    c: Attention,
+    c: Attention | LatentAttention,
     config: ModelConfig,
     attend: Attend,
     layer: Array | int,
     cache: Any,
 ) -> tuple[Array, Any]:
+    if isinstance(c, LatentAttention):
+        return _latent_attention(p, x, positions, c, attend, layer, cache)
+
     def project(name: str) -> Array:
         y = matmul(x, p[name])
         return y + p[f"{name}_bias"].astype(x.dtype) if c.bias else y
 
     q, k, v = project("q"), project("k"), project("v")
     if c.qk_norm:
-        q = rms_norm(q, p["q_norm"], config.norm_eps)
-        k = rms_norm(k, p["k_norm"], config.norm_eps)
-    inverse = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
+        q, k = (_qk_norm(y, p[name], config.norm_eps) for y, name in ((q, "q_norm"), (k, "k_norm")))
+    q, k = _rotated((q, k), positions, c)
+    out, cache = attend(
+        q, k, v, layer, cache, scale=c.head_dim**-0.5, window=c.window, sinks=p.get("sinks")
+    )
+    y = matmul(out, p["o"], 2)
+    return y + p["o_bias"].astype(x.dtype) if c.output_bias else y, cache
+
+
+def _rotated(
+    arrays: tuple[Array, ...], positions: Array, c: Attention | LatentAttention
+) -> tuple[Array, ...]:
+    """Arrays [B, T, heads, d] rotated as an attention says."""
+    inverse = rope_frequencies(arrays[0].shape[-1], c.rope_theta, c.rope_scaling)
     magnitude = c.rope_scaling.magnitude if isinstance(c.rope_scaling, Yarn) else 1.0
-    q, k = (rotate(x, positions, inverse, magnitude) for x in (q, k))
-    out, cache = attend(q, k, v, layer, cache, scale=c.head_dim**-0.5, window=c.window)
-    return matmul(out, p["o"], 2), cache
+    return tuple(rotate(x, positions, inverse, magnitude) for x in arrays)
+
+
+def _latent_attention(
+    p: Params,
+    x: Array,
+    positions: Array,
+    c: LatentAttention,
+    attend: Attend,
+    layer: Array | int,
+    cache: Any,
+) -> tuple[Array, Any]:
+    """Keys and values are spelled out for each head where none are kept between calls.
+
+    Where they are, only the latent and the rotary key are kept: each head's projection of the
+    latent goes into its queries and its output instead, and all heads attend to the latents
+    themselves, as to the keys and values of one head.
+    """
+    if c.q_rank is None:
+        q = matmul(x, p["q"])
+    else:
+        q = matmul(rms_norm(matmul(x, p["q_down"]), p["q_norm"], _LATENT_EPS), p["q_up"])
+    kv = matmul(x, p["kv_down"])
+    latent = rms_norm(kv[..., : c.kv_rank], p["kv_norm"], _LATENT_EPS)
+    q_rope, k_rope = _rotated((q[..., c.nope_dim :], kv[:, :, None, c.kv_rank :]), positions, c)
+    q, up = q[..., : c.nope_dim], p["kv_up"].astype(x.dtype)
+    if cache is None:
+        k, v = jnp.split(matmul(latent, up), [c.nope_dim], axis=-1)
+        k_rope = jnp.broadcast_to(k_rope, q_rope.shape)
+    else:
+        q = jnp.einsum("bthd,rhd->bthr", q, up[..., : c.nope_dim])
+        k = v = latent[:, :, None]
+    q, k = jnp.concatenate([q, q_rope], axis=-1), jnp.concatenate([k, k_rope], axis=-1)
+    out, kept = attend(q, k, v, layer, cache, scale=c.scale)
+    if cache is not None:
+        out = jnp.einsum("bthr,rhd->bthd", out, up[..., c.nope_dim :])
+    return matmul(out, p["o"], 2), kept
+
+
+def _qk_norm(x: Array, scale: Array, eps: float) -> Array:
+    """RMSNorm of [B, T, heads, d] over as many dimensions as its scale has."""
+    flat = x.reshape(*x.shape[: x.ndim - scale.ndim], -1)
+    return rms_norm(flat, scale.reshape(-1), eps).reshape(x.shape)
 
 
 def matmul(x: Array, w: Array, contracted: int = 1) -> Array:
@@ -226,14 +290,28 @@ def _dense(p: Params, x: Array) -> Array:
     return matmul(hidden, p["down"])
 
 
+def _shared(p: Params, x: Array, c: Experts) -> Array:
+    y = _dense(p["shared"], x)
+    if not c.shared_gated:
+        return y
+    # As in the router: float32, at a named precision.
+    gate = p["shared_gate"].astype(jnp.float32)
+    z = jnp.matmul(x.astype(jnp.float32), gate, precision=jax.lax.Precision.HIGHEST)
+    return (jax.nn.sigmoid(z) * y.astype(jnp.float32)).astype(x.dtype)
+
+
 def _mixture(
-    p: Params, x: Array, c: Experts, counted: Array, replay: Array | None
+    p: Params, x: Array, c: Experts, counted: Array, replay: Array | None, load: Array | None
 ) -> tuple[Array, dict[str, Array]]:
     b, t, width = x.shape
     flat = x.reshape(b * t, width)
     old = None if replay is None else replay.reshape(b * t, c.top_k)
-    probs, own, used, weights = moe.route(p["router"], flat, c, old)
-    out = moe.experts(p, flat, used, weights).reshape(b, t, width)
+    probs, own, used, weights = moe.route(
+        p["router"], flat, c, old, p.get("router_bias"), p.get("correction")
+    )
+    out = moe.experts(p, flat, used, weights, activation=c.activation).reshape(b, t, width)
+    if c.shared_size:
+        out = out + _shared(p, x, c)
     live = counted.reshape(-1).astype(jnp.float32)
     one_hot = jax.nn.one_hot(used, c.num_experts, dtype=jnp.float32).sum(1)
     entropy = -jnp.sum(probs * jnp.log(jnp.maximum(probs, 1e-30)), axis=-1)
@@ -244,7 +322,10 @@ def _mixture(
         "entropy": jnp.sum(live * entropy),
         "flips": jnp.sum(live * flipped),
     }
-    return out, jax.lax.stop_gradient(stats)
+    stats = jax.lax.stop_gradient(stats)
+    if load is not None:
+        stats["auxiliary"] = balance_loss(probs, load[: c.num_experts]).reshape(b, t)
+    return out, stats
 
 
 def hidden_states(
@@ -257,6 +338,7 @@ def hidden_states(
     cache: Any = None,
     counted: Bool[Array, "B T"] | None = None,
     routing: Int[Array, "B T layers k"] | None = None,
+    load: Float[Array, "layers E"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Any, RouterOutputs | None]:
     """Runs all layers; attention is the caller's, so that the same code trains and decodes.
 
@@ -270,6 +352,8 @@ def hidden_states(
         which would copy it).
       counted: Which tokens count in the routers' statistics; all by default.
       routing: Experts to replay in each mixture layer, -1 where unset.
+      load: Tokens given to each expert of each mixture layer over the whole optimizer batch; with
+        it the routers report their load-balancing loss.
 
     Returns:
       Final hidden states after the last norm, the cache, and what the routers did (None for a
@@ -281,7 +365,10 @@ def hidden_states(
     layer, mixture = 0, 0
     for stack, layers in zip(config.stacks, params["stacks"], strict=True):
         mixtures = sum(isinstance(b.feed_forward, Experts) for b in stack.pattern)
-        replay = None
+        replay, loads = None, None
+        if load is not None and mixtures:
+            part = load[mixture : mixture + mixtures * stack.repeats]
+            loads = part.reshape(stack.repeats, mixtures, -1)
         if routing is not None and mixtures:
             part = routing[:, :, mixture : mixture + mixtures * stack.repeats]
             replay = part.transpose(2, 0, 1, 3).reshape(
@@ -290,11 +377,11 @@ def hidden_states(
 
         def repeat(
             carry: tuple[Array, Any, Array | int],
-            xs: tuple[list[Params], Array | None],
+            xs: tuple[list[Params], Array | None, Array | None],
             stack=stack,
         ) -> tuple[tuple[Array, Any, Array | int], dict[str, Array] | None]:
             x, cache, layer = carry
-            weights, replay = xs
+            weights, replay, loads = xs
             outputs: list[dict[str, Array]] = []
             for i, (block, p) in enumerate(zip(stack.pattern, weights, strict=True)):
                 with jax.named_scope("attention"):
@@ -316,7 +403,10 @@ def hidden_states(
                         y = _dense(p["feed_forward"], y)
                     else:
                         old = None if replay is None else replay[len(outputs)]
-                        y, stats = _mixture(p["feed_forward"], y, block.feed_forward, counted, old)
+                        given = None if loads is None else loads[len(outputs)]
+                        y, stats = _mixture(
+                            p["feed_forward"], y, block.feed_forward, counted, old, given
+                        )
                         outputs.append(stats)
                     x = x + y
             stacked = jax.tree.map(lambda *a: jnp.stack(a), *outputs) if outputs else None
@@ -324,14 +414,14 @@ def hidden_states(
 
         body = jax.checkpoint(repeat) if config.remat else repeat
         if stack.repeats == 1:  # no loop: a cache may then hold an array for each layer
-            once = jax.tree.map(lambda a: a[0], (layers, replay))
+            once = jax.tree.map(lambda a: a[0], (layers, replay, loads))
             (x, cache, _), stats = body((x, cache, layer), once)
             stats = jax.tree.map(lambda a: a[None], stats)
         else:
             (x, cache, _), stats = jax.lax.scan(
                 body,
                 (x, cache, jnp.int32(layer)),
-                (layers, replay),
+                (layers, replay, loads),
                 length=stack.repeats,
                 unroll=stack.repeats <= _UNROLLED,
             )
@@ -353,6 +443,8 @@ def hidden_states(
         "entropy": jnp.concatenate([f["entropy"] for f in found]),
         "flips": jnp.concatenate([f["flips"] for f in found]),
     }
+    if load is not None:
+        joined["auxiliary"] = jnp.concatenate([f["auxiliary"] for f in found]).mean(0)
     return x, cache, RouterOutputs(tokens=jnp.sum(counted.astype(jnp.float32)), **joined)
 
 
@@ -473,6 +565,7 @@ def score_tokens(
     wanted: Bool[Array, "B T"] | None = None,
     most_wanted: int | None = None,
     prefix: Int[Array, "B T"] | None = None,
+    load: Float[Array, "layers E"] | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], RouterOutputs | None]:
     """`token_logprobs`, with what the routers did, and only where somebody asks.
 
@@ -491,6 +584,7 @@ def score_tokens(
         past the bound get NaN.
       prefix: The segment that a position sees besides its own, 0 for none: a prompt that several
         responses of its row share. Their first tokens are scored given its last.
+      load: As in `hidden_states`, for the routers' load-balancing loss.
 
     Returns:
       logp, entropy, and the routers' outputs (None for a dense model).
@@ -503,7 +597,7 @@ def score_tokens(
             f"temperature={temperature} must be above 0: greedy decoding has no log-probabilities"
         )
     before, follows, router = states_before(
-        params, config, tokens, positions, segments, prefix=prefix, routing=routing
+        params, config, tokens, positions, segments, prefix=prefix, routing=routing, load=load
     )
     keep = follows if wanted is None else follows & wanted
     rows = jnp.arange(tokens.shape[0])[:, None]
@@ -531,6 +625,7 @@ def states_before(
     *,
     prefix: Int[Array, "B T"] | None = None,
     routing: Int[Array, "B T layers k"] | None = None,
+    load: Float[Array, "layers E"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Bool[Array, "B T"], RouterOutputs | None]:
     """Final hidden states in which each token was chosen: what policy and critic both read.
 
@@ -546,6 +641,7 @@ def states_before(
         full_attention(positions, segments, prefix),
         counted=segments > 0,
         routing=routing,
+        load=load,
     )
     return *preceding(hidden, segments, prefix), router
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rljax.models.config import Attention, Block, Dense, ModelConfig, Stack
-from rljax.models.families import Fields
+from rljax.models.fields import Fields
 from rljax.models.weights import (
     Table,
     from_heads,
@@ -148,7 +148,7 @@ def _config(values: dict[str, Any], vocab: int | None, tied: bool, where: str) -
         num_kv_heads=f.size(prefix + "attention.head_count_kv", heads),
         head_dim=head_dim,
         bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm="head" if family == "qwen3" else None,
         rope_theta=f.number(prefix + "rope.freq_base", 10_000.0),
     )
     block = Block(attention, Dense(f.size(prefix + "feed_forward_length")))
@@ -158,7 +158,7 @@ def _config(values: dict[str, Any], vocab: int | None, tied: bool, where: str) -
         stacks=(Stack((block,), f.size(prefix + "block_count")),),
         norm_eps=f.number(prefix + "attention.layer_norm_rms_epsilon", 1e-5),
         tie_embeddings=tied,
-        family=family,
+        family=str(family),
         max_position=f.size(prefix + "context_length", 32_768),
     )
     f.close(())

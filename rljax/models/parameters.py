@@ -12,7 +12,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray
 
 from rljax import mesh as meshes
-from rljax.models.config import Attention, Dense, Experts, ModelConfig
+from rljax.models.config import (
+    Attention,
+    Block,
+    Dense,
+    Experts,
+    LatentAttention,
+    ModelConfig,
+)
 
 Params = dict[str, Any]
 """Nested dict of arrays, in the shape of `declare(config)`."""
@@ -45,11 +52,13 @@ def _matrix(shape: tuple[int, ...], axes: tuple[str | None, ...], fan_in: int) -
     return Parameter(shape, axes, scale=1.0 / math.sqrt(fan_in))
 
 
-def _norm(size: int, axis: str | None = None) -> Parameter:
-    return Parameter((size,), (axis,), value=1.0, precise=True)
+def _norm(shape: tuple[int, ...], axes: tuple[str | None, ...] = (None,)) -> Parameter:
+    return Parameter(shape, axes, value=1.0, precise=True)
 
 
-def _attention(c: Attention, width: int) -> Params:
+def _attention(c: Attention | LatentAttention, width: int) -> Params:
+    if isinstance(c, LatentAttention):
+        return _latent_attention(c, width)
     h, k, d = c.num_heads, c.num_kv_heads, c.head_dim
     out: Params = {
         "q": _matrix((width, h, d), ("embed", "heads", "head_dim"), width),
@@ -61,27 +70,75 @@ def _attention(c: Attention, width: int) -> Params:
         out["q_bias"] = Parameter((h, d), ("heads", "head_dim"))
         out["k_bias"] = Parameter((k, d), ("kv_heads", "head_dim"))
         out["v_bias"] = Parameter((k, d), ("kv_heads", "head_dim"))
-    if c.qk_norm:
-        out["q_norm"] = _norm(d)
-        out["k_norm"] = _norm(d)
+    if c.output_bias:
+        out["o_bias"] = Parameter((width,), ("embed",))
+    if c.qk_norm == "head":
+        out["q_norm"] = _norm((d,))
+        out["k_norm"] = _norm((d,))
+    elif c.qk_norm == "full":
+        out["q_norm"] = _norm((h, d), ("heads", "head_dim"))
+        out["k_norm"] = _norm((k, d), ("kv_heads", "head_dim"))
+    if c.sinks:
+        out["sinks"] = Parameter((h,), ("heads",), precise=True)
     return out
 
 
-def _feed_forward(c: Dense | Experts, width: int) -> Params:
-    f = c.intermediate_size
-    if isinstance(c, Dense):
-        return {
-            "gate": _matrix((width, f), ("embed", "mlp"), width),
-            "up": _matrix((width, f), ("embed", "mlp"), width),
-            "down": _matrix((f, width), ("mlp", "embed"), f),
-        }
-    e = c.num_experts
+def _latent_attention(c: LatentAttention, width: int) -> Params:
+    # Ranks are split as the width of hidden states is, where they are the inner dimension.
+    h, query = c.num_heads, c.nope_dim + c.rope_dim
+    out: Params = {
+        "kv_down": _matrix((width, c.kv_rank + c.rope_dim), ("embed", None), width),
+        "kv_norm": _norm((c.kv_rank,)),
+        "kv_up": _matrix(
+            (c.kv_rank, h, c.nope_dim + c.value_dim), ("embed", "heads", "head_dim"), c.kv_rank
+        ),
+        "o": _matrix((h, c.value_dim, width), ("heads", "head_dim", "embed"), h * c.value_dim),
+    }
+    if c.q_rank is None:
+        out["q"] = _matrix((width, h, query), ("embed", "heads", "head_dim"), width)
+    else:
+        out["q_down"] = _matrix((width, c.q_rank), ("embed", None), width)
+        out["q_norm"] = _norm((c.q_rank,))
+        out["q_up"] = _matrix((c.q_rank, h, query), ("embed", "heads", "head_dim"), c.q_rank)
+    return out
+
+
+def _dense(size: int, width: int) -> Params:
     return {
-        "router": dataclasses.replace(_matrix((width, e), ("embed", None), width), precise=True),
+        "gate": _matrix((width, size), ("embed", "mlp"), width),
+        "up": _matrix((width, size), ("embed", "mlp"), width),
+        "down": _matrix((size, width), ("mlp", "embed"), size),
+    }
+
+
+def _router(width: int, outputs: int) -> Parameter:
+    matrix = _matrix((width, outputs), ("embed", None), width)
+    return dataclasses.replace(matrix, precise=True)
+
+
+def _feed_forward(c: Dense | Experts, width: int) -> Params:
+    if isinstance(c, Dense):
+        return _dense(c.intermediate_size, width)
+    e, f = c.num_experts, c.intermediate_size
+    out: Params = {
+        "router": _router(width, e),
         "gate": _matrix((e, width, f), ("experts", "embed", "mlp"), width),
         "up": _matrix((e, width, f), ("experts", "embed", "mlp"), width),
         "down": _matrix((e, f, width), ("experts", "mlp", "embed"), f),
     }
+    if c.router_bias:
+        out["router_bias"] = Parameter((e,), (None,), precise=True)
+    if c.correction_bias:
+        out["correction"] = Parameter((e,), (None,), precise=True)
+    if c.bias:
+        out["gate_bias"] = Parameter((e, f), ("experts", "mlp"))
+        out["up_bias"] = Parameter((e, f), ("experts", "mlp"))
+        out["down_bias"] = Parameter((e, width), ("experts", "embed"))
+    if c.shared_size:
+        out["shared"] = _dense(c.shared_size, width)
+    if c.shared_gated:
+        out["shared_gate"] = _router(width, 1)
+    return out
 
 
 def declare(config: ModelConfig) -> Params:
@@ -89,16 +146,17 @@ def declare(config: ModelConfig) -> Params:
 
     The tree is `{"embed", "stacks": [[layer, ...], ...], "norm", "output"?}`; a layer is
     `{"attention_norm", "attention", "feed_forward_norm", "feed_forward"}`, each leaf stacked
-    over the repeats of its stack. Expert matrices are [experts, in, out], gate and up apart.
+    over the repeats of its stack. Expert matrices are [experts, in, out], gate and up apart; the
+    shared expert is a tree of its own, `shared`.
     `output` [hidden, vocab] is absent where the embedding is tied.
     """
     width = config.hidden_size
 
-    def layer(block: Any) -> Params:
+    def layer(block: Block) -> Params:
         return {
-            "attention_norm": _norm(width),
+            "attention_norm": _norm((width,)),
             "attention": _attention(block.attention, width),
-            "feed_forward_norm": _norm(width),
+            "feed_forward_norm": _norm((width,)),
             "feed_forward": _feed_forward(block.feed_forward, width),
         }
 
@@ -111,18 +169,35 @@ def declare(config: ModelConfig) -> Params:
             ]
             for stack in config.stacks
         ],
-        "norm": _norm(width),
+        "norm": _norm((width,)),
     }
     if not config.tie_embeddings:
         tree["output"] = _matrix((width, config.vocab_size), ("embed", "vocab"), width)
     return tree
 
 
+def path_name(path: Any) -> str:
+    """The name of a leaf by its place in the tree, such as `stacks/0/0/attention/q`."""
+    return "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)
+
+
+def _names(tree: Params) -> Params:
+    return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path), tree)
+
+
 def names(config: ModelConfig) -> Params:
-    """The tree of parameter names, such as `stacks/0/0/attention/q`."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path),
-        declare(config),
+    """The tree of parameter names."""
+    return _names(declare(config))
+
+
+def lay_out(tree: Params, mesh: Mesh, rules: meshes.Rules) -> Params:
+    """The tree of `NamedSharding`s of declared parameters on a mesh, by a rule table.
+
+    Raises:
+      ValueError: A parameter cannot be laid out as asked; named, with the sizes that work.
+    """
+    return jax.tree.map(
+        lambda p, name: meshes.sharding(mesh, p.shape, p.axes, rules, name), tree, _names(tree)
     )
 
 
@@ -132,11 +207,7 @@ def shardings(config: ModelConfig, mesh: Mesh, rules: meshes.Rules = meshes.TRAI
     Raises:
       ValueError: A parameter cannot be laid out as asked; named, with the sizes that work.
     """
-    return jax.tree.map(
-        lambda p, name: meshes.sharding(mesh, p.shape, p.axes, rules, name),
-        declare(config),
-        names(config),
-    )
+    return lay_out(declare(config), mesh, rules)
 
 
 def abstract(
@@ -176,7 +247,13 @@ def init(
     Returns:
       Matrices normal with deviation 1/√fan-in (embedding .02), norms 1, biases 0.
     """
-    tree = declare(config)
+    return initial(key, declare(config), dtype, mesh, rules)
+
+
+def initial(
+    key: PRNGKeyArray, tree: Params, dtype: Any, mesh: Mesh | None, rules: meshes.Rules
+) -> Params:
+    """The initial values of declared parameters; arguments as in `init`."""
     leaves, structure = jax.tree.flatten(tree)
 
     def build(key: Array) -> Params:
@@ -188,7 +265,7 @@ def init(
         ]
         return jax.tree.unflatten(structure, values)
 
-    out = None if mesh is None else shardings(config, mesh, rules)
+    out = None if mesh is None else lay_out(tree, mesh, rules)
     return jax.jit(build, out_shardings=out)(key)
 
 
@@ -209,7 +286,10 @@ def count(config: ModelConfig) -> int:
 
 
 def count_active(config: ModelConfig) -> int:
-    """Number of parameters that take part in one token: of each mixture, its top-k experts."""
+    """Number of parameters that take part in one token.
+
+    They are all but the experts of each mixture that are neither among its top k nor shared.
+    """
 
     def active(stack: int, place: int, p: Parameter) -> int:
         if "experts" not in p.axes:

@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from rljax.models.config import ModelConfig, RopeScaling, decoder
+from rljax.models.config import (
+    Block,
+    Dense,
+    Experts,
+    LatentAttention,
+    ModelConfig,
+    RopeScaling,
+    Stack,
+    Yarn,
+    decoder,
+)
 
 
 def tiny_moe(vocab_size: int = 64) -> ModelConfig:
@@ -87,7 +97,7 @@ def _qwen2_5(
         num_kv_heads=num_kv_heads,
         intermediate_size=intermediate_size,
         bias=True,
-        qk_norm=False,
+        qk_norm=None,
         rope_theta=rope_theta,
         norm_eps=norm_eps,
         tie_embeddings=False,
@@ -128,7 +138,7 @@ def llama_3_2_3b() -> ModelConfig:
         num_kv_heads=8,
         head_dim=128,
         intermediate_size=8192,
-        qk_norm=False,
+        qk_norm=None,
         rope_theta=500_000.0,
         rope_scaling=RopeScaling(factor=32.0),
         norm_eps=1e-5,
@@ -136,6 +146,58 @@ def llama_3_2_3b() -> ModelConfig:
         remat=True,
         family="llama",
         max_position=131_072,
+    )
+
+
+def deepseek_v3() -> ModelConfig:
+    """DeepSeek-V3: 671B parameters, 37B of them active; without its multi-token prediction."""
+    return _deepseek_v3(num_layers=61, num_dense=3, num_heads=128, num_experts=256, size=2048)
+
+
+def mixture_1_6t() -> ModelConfig:
+    """A shape to plan with, not a released model: DeepSeek-V3's, grown to 1.6T parameters.
+
+    About 48B of them are active. Both are near to what is published of DeepSeek-V4-Pro (1.6T and
+    49B), whose layers are of another kind.
+    """
+    return _deepseek_v3(num_layers=63, num_dense=1, num_heads=96, num_experts=384, size=3072)
+
+
+def _deepseek_v3(
+    num_layers: int, num_dense: int, num_heads: int, num_experts: int, size: int
+) -> ModelConfig:
+    attention = LatentAttention(
+        num_heads=num_heads,
+        q_rank=1536,
+        kv_rank=512,
+        nope_dim=128,
+        rope_dim=64,
+        value_dim=128,
+        rope_scaling=Yarn(factor=40.0, original_max_position=4096),
+        scale_weight=1.0,
+    )
+    mixture = Experts(
+        num_experts=num_experts,
+        top_k=8,
+        intermediate_size=size,
+        scoring="sigmoid",
+        groups=8,
+        top_groups=4,
+        scale=2.5,
+        correction_bias=True,
+        shared_size=size,
+    )
+    return ModelConfig(
+        vocab_size=129_280,
+        hidden_size=7168,
+        stacks=(
+            Stack((Block(attention, Dense(18_432)),), num_dense),
+            Stack((Block(attention, mixture),), num_layers - num_dense),
+        ),
+        dtype="bfloat16",
+        remat=True,
+        family="deepseek_v3",
+        max_position=163_840,
     )
 
 
@@ -148,5 +210,7 @@ PRESETS: Mapping[str, Callable[[], ModelConfig]] = {
     "qwen2.5-math-7b": qwen2_5_math_7b,
     "qwen3-30b-a3b": qwen3_30b_a3b,
     "llama-3.2-3b": llama_3_2_3b,
+    "deepseek-v3": deepseek_v3,
+    "mixture-1.6t": mixture_1_6t,
 }
 """The names by which flags ask for a configuration."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from rljax import mesh as meshes
 from rljax.models import families, gguf, huggingface, weights
 from rljax.models.config import ModelConfig
 from rljax.models.parameters import Params, check, declare
+
+_log = logging.getLogger(__name__)
 
 # Buffers that older checkpoints carry and that the configuration already says.
 _BUFFERS = (".rotary_emb.inv_freq",)
@@ -58,6 +61,7 @@ def from_pretrained(
         compute_dtype = "bfloat16" if dtype == jnp.bfloat16 else "float32"
     path = Path(path)
     store: weights.Store
+    unused: tuple[str, ...] = ()
     if path.suffix == ".gguf" and not path.is_dir():
         if not path.is_file():
             raise ValueError(f"model file {path} is not there; fetch it first")
@@ -69,16 +73,24 @@ def from_pretrained(
                 f"model folder {path} is not there; give a folder with config.json and "
                 "safetensors, or a .gguf file"
             )
-        config = families.read_fields(
-            huggingface.read_json(path / huggingface.CONFIG), str(path / huggingface.CONFIG)
-        )
+        fields = huggingface.read_json(path / huggingface.CONFIG)
+        config = families.read_fields(fields, str(path / huggingface.CONFIG))
+        unused = families.left_out(fields, config)
         table = families.FAMILIES[config.family].table
         store = huggingface.Folder(path)
     config = dataclasses.replace(config, dtype=compute_dtype)
     entries = weights.entries(config, table)
     untied = table["output"].name
     extra = (*_BUFFERS, untied) if config.tie_embeddings else _BUFFERS
-    weights.check_names(entries, store.shapes, extra, str(path))
+    shapes = {n: s for n, s in store.shapes.items() if not n.startswith(unused)}
+    if len(shapes) < len(store.shapes):
+        _log.info(
+            "%s: %d weights of multi-token prediction (%s*) are left out",
+            path,
+            len(store.shapes) - len(shapes),
+            "*, ".join(unused),
+        )
+    weights.check_names(entries, shapes, extra, str(path))
     if config.tie_embeddings and untied in store.shapes:
         _check_tied(store, table["embed"].name, untied, str(path))
     return config, weights.load(entries, store, declare(config), dtype, mesh, rules)
@@ -132,13 +144,14 @@ def save_pretrained(
         **(extra or {}),
     }
     entries = weights.entries(config, families.FAMILIES[config.family].table)
-    sizes = {}
+    sizes: dict[str, int] = {}
     for entry in entries:
         leaf: Any = params
         for key in entry.path:
             leaf = leaf[key]
         for index in entry.pieces():
-            sizes[entry.name(index)] = math.prod(entry.inner) * leaf.dtype.itemsize
+            name = entry.name(index)
+            sizes[name] = sizes.get(name, 0) + math.prod(entry.inner) * leaf.dtype.itemsize
     found = weights.stored(entries, params)
     if jax.process_index() == 0:
         huggingface.write(Path(path), fields, found, sizes, shard_bytes)

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from rljax import mesh as meshes
-from rljax.models.config import Experts, ModelConfig
+from rljax.models.config import Experts, LatentAttention, ModelConfig
 from rljax.models.parameters import Parameter, Params, declare
 
 Slices = tuple[slice, ...]
@@ -29,17 +29,29 @@ class Weight:
       name: Its name in the file, with `{layer}` and `{expert}` to be filled in.
       axes: For each stored dimension, the dimensions of ours that it holds, flattened in order.
         Ours are counted without the leading `layers` and `experts`.
-      interleaved: Whether the rotary pairs of each head stand next to each other, as in GGUF
-        files of llama; ours, and transformers', are the two halves of the head.
+      part: Which of `parts` parameters it is that are stored in one array, taking turns along its
+        last dimension.
+      parts: How many they are.
+      interleaved: Whether rotary pairs stand next to each other in the stored array's first
+        dimension, as in GGUF files of llama; ours are halves apart. Our dimension that ends it is
+        never split over devices.
+      rotary: How many numbers at the end of that dimension are rotated; None: all.
     """
 
     name: str
     axes: tuple[tuple[int, ...], ...]
+    part: int = 0
+    parts: int = 1
     interleaved: bool = False
+    rotary: int | None = None
+
+    def _flat_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(math.prod(shape[d] for d in group) for group in self.axes)
 
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape in the file of a parameter of `shape`."""
-        return tuple(math.prod(shape[d] for d in group) for group in self.axes)
+        """The shape in the file of a parameter of `shape`, with those stored in one array."""
+        *others, last = self._flat_shape(shape)
+        return (*others, last * self.parts)
 
     def stored_slices(self, shape: Sequence[int], box: Slices) -> Slices:
         """The part of the stored array that holds `box`, and little more.
@@ -50,27 +62,36 @@ class Weight:
         for first, *rest in self.axes:
             step = math.prod(shape[d] for d in rest)
             out.append(slice(box[first].start * step, box[first].stop * step))
-        return tuple(out)
+        last = out[-1]
+        return (*out[:-1], slice(last.start * self.parts, last.stop * self.parts))
 
     def from_stored(self, array: np.ndarray, shape: Sequence[int], box: Slices) -> np.ndarray:
         """Turns what `stored_slices` cut out into our `box`; a view where it can be."""
-        if self.interleaved:
-            half = shape[self.axes[0][-1]] // 2
-            array = array.reshape(-1, half, 2, *array.shape[1:]).swapaxes(1, 2)
+        array = array[..., self.part :: self.parts]
         sizes, cut = [], [slice(None)] * len(shape)
         for first, *rest in self.axes:
             sizes += [box[first].stop - box[first].start, *(shape[d] for d in rest)]
             for d in rest:
                 cut[d] = box[d]
         order = np.argsort([d for group in self.axes for d in group])
-        return array.reshape(sizes).transpose(order)[tuple(cut)]
+        array = array.reshape(sizes).transpose(order)
+        if self.interleaved:
+            array = array.take(self._halves(shape), axis=self.axes[0][-1])
+        return array[tuple(cut)]
 
     def to_stored(self, array: np.ndarray) -> np.ndarray:
-        """Turns a whole parameter of ours into what the file holds."""
+        """Turns a whole parameter of ours into its part of what the file holds."""
         if self.interleaved:
-            raise ValueError(f"{self.name}: files with interleaved rotary pairs are only read")
+            array = array.take(np.argsort(self._halves(array.shape)), axis=self.axes[0][-1])
         order = [d for group in self.axes for d in group]
-        return np.ascontiguousarray(array.transpose(order).reshape(self.stored_shape(array.shape)))
+        return np.ascontiguousarray(array.transpose(order).reshape(self._flat_shape(array.shape)))
+
+    def _halves(self, shape: Sequence[int]) -> np.ndarray:
+        """Which stored number stands at each place of ours, along the dimension with pairs."""
+        size = shape[self.axes[0][-1]]
+        first = size - (size if self.rotary is None else self.rotary)
+        pairs = np.arange(first, size)
+        return np.concatenate([np.arange(first), pairs[::2], pairs[1::2]])
 
 
 def vector(name: str) -> Weight:
@@ -88,19 +109,24 @@ def rows(name: str) -> Weight:
     return Weight(name, ((0,), (1,)))
 
 
-def linear(name: str) -> Weight:
+def linear(name: str, interleaved: bool = False) -> Weight:
     """A matrix [in, out], stored [out, in] as torch's Linear does."""
-    return Weight(name, ((1,), (0,)))
+    return Weight(name, ((1,), (0,)), interleaved=interleaved)
 
 
 def to_heads(name: str, interleaved: bool = False) -> Weight:
     """A projection [in, heads, head_dim], stored [heads·head_dim, in]."""
-    return Weight(name, ((1, 2), (0,)), interleaved)
+    return Weight(name, ((1, 2), (0,)), interleaved=interleaved)
 
 
 def from_heads(name: str) -> Weight:
     """A projection [heads, head_dim, out], stored [out, heads·head_dim]."""
     return Weight(name, ((2,), (0, 1)))
+
+
+def all_experts(name: str, dims: int, part: int = 0, parts: int = 1) -> Weight:
+    """A parameter of all experts in one array of `dims` dimensions, stored as it is."""
+    return Weight(name, tuple((d,) for d in range(dims)), part, parts)
 
 
 Table = Mapping[str, Weight]
@@ -117,7 +143,7 @@ class Entry:
       parameter: Its declaration, stacked over layers.
       weight: How each of its pieces is stored.
       layers: The model's layer for each index of its leading axis; None outside the layers.
-      experts: Experts along its second axis; None where it has none.
+      experts: Experts along its second axis that are stored apart; None where there are none.
     """
 
     path: tuple[str | int, ...]
@@ -155,26 +181,29 @@ def entries(config: ModelConfig, table: Table) -> list[Entry]:
     out = []
     for path, parameter in jax.tree_util.tree_flatten_with_path(declare(config))[0]:
         keys = _keys(path)
-        layers, experts, within = None, None, keys
+        layers, within, attention = None, keys, None
         if keys[0] == "stacks":
             number, place = int(keys[1]), int(keys[2])
             within = keys[3:]
             stack = config.stacks[number]
+            attention = stack.pattern[place].attention
             first = place + sum(len(s.pattern) * s.repeats for s in config.stacks[:number])
             layers = tuple(first + r * len(stack.pattern) for r in range(stack.repeats))
             if within[0] == "feed_forward":
                 feed_forward = stack.pattern[place].feed_forward
                 mixture = isinstance(feed_forward, Experts)
                 within = ("experts" if mixture else "dense", *within[1:])
-                if mixture and parameter.axes[1] == "experts":
-                    experts = parameter.shape[1]
         key = "/".join(map(str, within))
         if key not in table:
             raise ValueError(
                 f"family {config.family!r} stores no parameter {key!r}; change the configuration "
                 "or its family"
             )
-        out.append(Entry(keys, parameter, table[key], layers, experts))
+        weight = table[key]
+        if weight.interleaved and isinstance(attention, LatentAttention):
+            weight = dataclasses.replace(weight, rotary=attention.rope_dim)
+        experts = parameter.shape[1] if "{expert}" in weight.name else None
+        out.append(Entry(keys, parameter, weight, layers, experts))
     return out
 
 
@@ -324,12 +353,24 @@ def stored(found: list[Entry], params: Params) -> Iterator[tuple[str, np.ndarray
 
     All processes must go through it together.
     """
+    together: dict[tuple[Any, ...], list[Entry]] = {}
     for entry in found:
-        leaf: Any = params
-        for key in entry.path:
-            leaf = leaf[key]
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            leaf = multihost_utils.process_allgather(leaf, tiled=True)
-        whole = np.asarray(leaf)
-        for index in entry.pieces():
-            yield entry.name(index), entry.weight.to_stored(whole[index])
+        together.setdefault((entry.weight.name, entry.layers), []).append(entry)
+    for group in together.values():
+        group.sort(key=lambda e: e.weight.part)
+        wholes = [_gathered(entry, params) for entry in group]
+        for index in group[0].pieces():
+            parts = [e.weight.to_stored(x[index]) for e, x in zip(group, wholes, strict=True)]
+            array = parts[0]
+            if len(parts) > 1:
+                array = np.stack(parts, -1).reshape(*array.shape[:-1], -1)
+            yield group[0].name(index), array
+
+
+def _gathered(entry: Entry, params: Params) -> np.ndarray:
+    leaf: Any = params
+    for key in entry.path:
+        leaf = leaf[key]
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        leaf = multihost_utils.process_allgather(leaf, tiled=True)
+    return np.asarray(leaf)

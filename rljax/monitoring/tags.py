@@ -54,6 +54,7 @@ TAGS: tuple[Tag, ...] = (
     # The update.
     Tag("policy/loss", "1", "The objective that is minimised; its value near 0 is no fault"),
     Tag("policy/entropy", "nats", "Mean entropy of the policy per response token"),
+    Tag("policy/entropy_coef", "1", "Coefficient of the adaptive entropy bonus, as it acts now"),
     Tag("policy/clip_frac_low", "1", "Share of tokens clipped at the ratio window's lower end"),
     Tag("policy/clip_frac_high", "1", "Share of tokens clipped at the ratio window's upper end"),
     Tag("policy/clip_frac_dual", "1", "Share of tokens at the bound of dual clipping"),
@@ -61,6 +62,7 @@ TAGS: tuple[Tag, ...] = (
     Tag("policy/ratio_mean", "1", "Mean ratio of the live to the old policy"),
     Tag("policy/ratio_max", "1", "Greatest ratio of the live to the old policy"),
     Tag("policy/kl_ref", "nats", "Estimated KL to the frozen reference, per token"),
+    Tag("policy/kl_teacher", "nats", "Estimated reverse KL to the teacher (k1), per token"),
     Tag("policy/kl_old", "nats", "Estimated KL to the policy at the start of the step, per token"),
     Tag("policy/mean_prob", "1", "Mean probability of the sampled tokens"),
     Tag("policy/grad_norm", "1", "Norm of the gradient before clipping"),
@@ -94,6 +96,8 @@ TAGS: tuple[Tag, ...] = (
     Tag("staleness/dropped", "responses", "Responses thrown away as too old"),
     # Mixture-of-experts layers.
     Tag("moe/load_max_over_mean", "1", "Tokens of the busiest expert over the mean; 1 is even"),
+    Tag("moe/dead_frac", "1", "Share of the experts, over all layers, that got no token"),
+    Tag("moe/balance_loss", "1", "Load-balancing loss of the routers; 1 where load is even"),
     Tag("moe/router_entropy", "nats", "Mean entropy of the router's distribution"),
     Tag("moe/expert_<n>_load", "1", "Share of the routed tokens of layer n on its busiest expert"),
     # Where the time goes.

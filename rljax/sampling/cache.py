@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from rljax.models.config import ModelConfig
+from rljax.models.config import LatentAttention, ModelConfig
 from rljax.models.forward import Attend
 
 Pool = dict[str, Array]
@@ -16,7 +16,8 @@ Pool = dict[str, Array]
 head_dim] in the compute dtype; bfloat16 as its bits in uint16, since XLA on CPU scatters bfloat16
 by converting the whole operand. Keys lie with the tokens last, which a step's scores read in order.
 
-There may be only `k`: values are then the leading part of keys."""
+Of latent attention there is only `k`, one head that holds the latent and then the rotary key:
+values are the leading part of keys."""
 
 Kept = dict[str, list[Array]]
 """Keys [R, kv_heads, head_dim, S] and values [R, kv_heads, S, head_dim] of R rows, an array for
@@ -31,17 +32,22 @@ def make_pool(config: ModelConfig, num_pages: int, page_size: int) -> Pool:
     Raises:
       ValueError: Layers differ in their KV heads, which one pool cannot hold.
     """
-    shapes = {(b.attention.num_kv_heads, b.attention.head_dim) for b in config.layers}
+    shapes = {
+        (("k",), 1, a.kv_rank + a.rope_dim)
+        if isinstance(a, LatentAttention)
+        else (("k", "v"), a.num_kv_heads, a.head_dim)
+        for a in (block.attention for block in config.layers)
+    }
     if len(shapes) > 1:
         raise ValueError(
-            f"layers differ in (kv_heads, head_dim) ({sorted(shapes)}); one pool "
+            f"layers differ in (arrays, kv_heads, head_dim) ({sorted(shapes)}); one pool "
             "holds equal layers only"
         )
-    heads, dim = shapes.pop()
-    shapes_of = {"k": (heads, dim, page_size), "v": (heads, page_size, dim)}
+    names, heads, dim = shapes.pop()
+    page = {"k": (heads, dim, page_size), "v": (heads, page_size, dim)}
     return {
-        name: _to_bits(jnp.zeros((config.num_layers, num_pages, *shape), config.dtype))
-        for name, shape in shapes_of.items()
+        name: _to_bits(jnp.zeros((config.num_layers, num_pages, *page[name]), config.dtype))
+        for name in names
     }
 
 

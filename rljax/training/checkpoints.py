@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,11 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: TrainState, host: dict[str, Any]) -> None:
-        """Writes a checkpoint in the background; returns once the state may be changed."""
+        """Writes a checkpoint in the background; returns once the state may be changed.
+
+        The frozen weights under adapters are left out: `save_start` keeps them.
+        """
+        state = dataclasses.replace(state, base=None)
         if jax.default_backend() == "cpu":
             # Host arrays are views of the buffers there, which the next update is given to reuse.
             state = jax.tree.map(jnp.copy, state)
@@ -96,13 +101,13 @@ class Checkpoints:
         self._manager.close()
 
 
-def save_reference(directory: Path, params: Params) -> None:
-    """Writes the frozen reference model of a run, in place of what lay there."""
+def save_start(directory: Path, params: Params) -> None:
+    """Writes the policy that a run started from, in place of what lay there."""
     with ocp.StandardCheckpointer() as saver:
         saver.save(directory.absolute(), params, force=True)
 
 
-def load_reference(directory: Path, target: Params) -> Params:
-    """Reads the frozen reference model of a run onto the target's shardings."""
+def load_start(directory: Path, target: Params) -> Params:
+    """Reads the policy that a run started from onto the target's shardings."""
     with ocp.StandardCheckpointer() as saver:
         return saver.restore(directory.absolute(), target)

@@ -15,13 +15,14 @@ import numpy as np
 
 from rljax import losses as L
 from rljax import mesh as meshes
+from rljax import models
 from rljax.batch import Batch, Rows
 from rljax.config import Config
 from rljax.evals import evaluate
 from rljax.monitoring import LiveDisplay, compilations, plot_curves
 from rljax.rollouts import Collected, ScoredGroup, collect, component_metrics, make_batch
 from rljax.sampling import SamplingParams
-from rljax.training.setup import Run, freeze_reference, start
+from rljax.training.setup import Run, freeze_start, start
 from rljax.training.warmup import warm_up
 
 _log = logging.getLogger(__name__)
@@ -80,8 +81,8 @@ def begin(run: Run, display: LiveDisplay) -> None:
         values: dict[str, float] = {}
         if run.config.supervised.sft_target > 0:
             values = warm_up(run, display.message)
-    freeze_reference(run)
-    run.engine.load(run.state.params, version=run.progress.step)
+    freeze_start(run)
+    run.engine.load(run.weights(), version=run.progress.step)
     if not run.restored:
         values |= held_out(run) | held_out_samples(run)
         run.progress.eval_before = run.progress.eval_last
@@ -149,7 +150,7 @@ def score(run: Run, groups: list[ScoredGroup], clock: Clock) -> Batch:
     with clock.measure("perf/score_s"):
         shared = _shared(run, batch)
         if _needs_scores(run):
-            scores = run.score(run.state.params, batch, shared)
+            scores = run.score(run.weights(), batch, shared)
             routing = batch.routing
             if run.config.rollout.routing_replay == "trainer":
                 routing = scores.routing
@@ -158,9 +159,11 @@ def score(run: Run, groups: list[ScoredGroup], clock: Clock) -> Batch:
                 clock.values |= scores.router.metrics()
         if run.reference is not None:
             batch = batch.replace(ref_logp=run.score(run.reference, batch, shared).logp)
+        if run.teacher is not None:
+            batch = batch.replace(teacher_logp=run.teacher(batch, shared))
         if run.state.critic is not None:
             batch = batch.replace(values=run.values(run.state.critic, batch, shared))
-        jax.block_until_ready((batch.old_logp, batch.ref_logp, batch.values))
+        jax.block_until_ready((batch.old_logp, batch.ref_logp, batch.teacher_logp, batch.values))
     return batch
 
 
@@ -230,7 +233,7 @@ def hand_over(run: Run, clock: Clock) -> None:
     """Gives the sampler the new weights."""
     run.progress.step += 1
     with clock.measure("perf/sync_s"):
-        run.engine.load(run.state.params, version=run.progress.step)
+        run.engine.load(run.weights(), version=run.progress.step)
 
 
 def watch(
@@ -348,6 +351,8 @@ def _task_name(config: Config) -> str:
 def finish(run: Run, display: LiveDisplay) -> dict[str, Any]:
     """Draws the curves, writes the result, and says where everything lies."""
     plot_curves(run.directory)
+    if run.config.run.export:
+        models.save_pretrained(run.config.run.export, run.model, run.weights())
     result = {
         "eval_before": run.progress.eval_before,
         "eval_after": run.progress.eval_last,

@@ -23,7 +23,7 @@ from rljax import losses as L
 from rljax import mesh as meshes
 from rljax import models
 from rljax.batch import Rows
-from rljax.config import Config
+from rljax.config import Config, ObjectiveSettings
 from rljax.data import (
     TASKS,
     CharTokenizer,
@@ -35,6 +35,7 @@ from rljax.data import (
     load_rows,
     load_tokenizer,
 )
+from rljax.losses.base import parts
 from rljax.models import ModelConfig, Params
 from rljax.monitoring import MetricsLog
 from rljax.rewards import Scorer
@@ -42,14 +43,20 @@ from rljax.rollouts import CollectState, plan_sharing, share_rows
 from rljax.sampling import Engine, SamplingParams
 from rljax.training import state as states
 from rljax.training import update as updates
-from rljax.training.checkpoints import Checkpoints, load_reference, save_reference
+from rljax.training.checkpoints import Checkpoints, load_start, save_start
 from rljax.training.state import TrainState
 
 _log = logging.getLogger(__name__)
 
+# Settings that add a part to any objective.
+_ADDED = (
+    "truncated_is", "top_entropy", "entropy_coef", "entropy_target", "router_aux_loss_coef",
+    "clip_cov", "kl_cov",
+)  # fmt: skip
+
 _MAY_CHANGE = (
     "run.steps", "run.run_dir", "run.resume", "run.save_every", "run.keep_checkpoints",
-    "run.log_samples", "optimizer.micro_batch_size", "optimizer.share_prompts",
+    "run.export", "run.log_samples", "optimizer.micro_batch_size", "optimizer.share_prompts",
     "optimizer.max_skipped_updates", "rewards.reward_timeout", "evals.stop_at",
 )  # fmt: skip
 
@@ -97,6 +104,7 @@ class Run:
     directory: Path
     mesh: Mesh
     model: ModelConfig
+    lora: models.Lora | None
     tokenizer: Tokenizer
     prompts: PromptStream
     held_out: list[Prompt]
@@ -110,15 +118,21 @@ class Run:
     score: Callable[..., updates.Scores]
     values: Callable[..., jax.Array]
     update: Callable[..., Any]
+    merge: Callable[[TrainState], Params]
     learning_rate: Callable[[int], Any]
     may_share: bool
     checkpoints: Checkpoints
     log: MetricsLog
     state: TrainState
     reference: Params | None
+    teacher: Callable[..., jax.Array] | None
     progress: Progress
     restored: bool
     started: float
+
+    def weights(self) -> Params:
+        """The policy's weights as they stand, for the sampler, for scoring and for export."""
+        return self.state.params if self.lora is None else self.merge(self.state)
 
     def save(self) -> None:
         """Writes a checkpoint of this moment."""
@@ -190,15 +204,21 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
             detokenize=policy.tokenizer.decode,
         )
         objective = make_objective(config)
+        _check_balance(config, policy.model)
         with_critic = objective.critic is not None
         optimizer = states.make_optimizer(config.optimizer, config.updates, with_critic)
         checkpoints = Checkpoints(directory / "checkpoints", config.run.keep_checkpoints)
         stack.callback(checkpoints.close)
-        found = checkpoints.restore(states.abstract(policy.model, optimizer, mesh, with_critic))
+        lora = _lora(config)
+        found = checkpoints.restore(states.abstract(policy.model, optimizer, objective, mesh, lora))
         if found is None:
-            params = policy.initial(mesh)
+            params, base = policy.initial(mesh), None
             critic = models.init_critic(params, policy.model, mesh) if with_critic else None
-            state = states.create(params, optimizer, mesh, critic)
+            if lora is not None:
+                key = jax.random.key(config.run.seed)
+                params, base = models.init_adapters(key, policy.model, lora, mesh), params
+            state = states.create(params, optimizer, objective, mesh, critic)
+            state = dataclasses.replace(state, base=base)
             progress = Progress()
         else:
             _, state, host = found
@@ -213,11 +233,16 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
             "temperature": settings.temperature,
             "most_wanted": settings.max_completion_length,
         }
+        scoring = {
+            "parts": updates.micro_batches(rollout_rows, shards, config.optimizer.micro_batch_size),
+            "group_size": settings.num_generations if may_share else 1,
+        }
         run = Run(
             config=config,
             directory=directory,
             mesh=mesh,
             model=policy.model,
+            lora=lora,
             tokenizer=policy.tokenizer,
             prompts=prompts,
             held_out=held_out,
@@ -236,13 +261,7 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
                 static_argnums=2,
             ),
             score=updates.make_score(
-                policy.model,
-                **shared,
-                parts=updates.micro_batches(
-                    rollout_rows, shards, config.optimizer.micro_batch_size
-                ),
-                replay=settings.routing_replay == "sampler",
-                group_size=settings.num_generations if may_share else 1,
+                policy.model, **shared, **scoring, replay=settings.routing_replay == "sampler"
             ),
             values=updates.make_values(
                 policy.model, group_size=settings.num_generations if may_share else 1
@@ -256,13 +275,18 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
                     config.optimizer.mini_batch_size, shards, config.optimizer.micro_batch_size
                 ),
                 replay=settings.routing_replay != "none",
+                seed=config.run.seed,
+                lora=lora,
+                bias_rate=config.optimizer.router_bias_update_rate,
             ),
+            merge=jax.jit(lambda state: state.weights(lora)),
             learning_rate=states.learning_rate(config.optimizer, config.updates),
             may_share=may_share,
             checkpoints=checkpoints,
             log=log,
             state=state,
             reference=None,
+            teacher=_teacher(config, policy, mesh, shared | scoring),
             progress=progress,
             restored=found is not None,
             started=started,
@@ -297,18 +321,30 @@ def _may_share(config: Config, shards: int) -> bool:
     )
 
 
-def freeze_reference(run: Run) -> None:
-    """Keeps the policy as it stands as the frozen reference, where the objective asks for one.
+def freeze_start(run: Run) -> None:
+    """Keeps the policy as it stands, where an objective compares with it or adapters rest on it.
 
-    It is written to the run directory before the first step and read back on resume.
+    It is written to the run directory before the first step and read back on resume. Under
+    adapters it is the weights that never change, in the dtypes of the forward pass.
     """
-    if "ref" not in run.objective.needs:
+    compares, adapts = "ref" in run.objective.needs, run.lora is not None
+    if not (compares or adapts):
         return
     place = run.directory / "reference"
-    if not run.restored:
-        save_reference(place, run.state.params)
     target = models.abstract(run.model, mesh=run.mesh)
-    run.reference = load_reference(place, target)
+    if adapts:
+        lean = jax.eval_shape(lambda p: models.for_compute(p, run.model), target)
+        target = jax.tree.map(
+            lambda x, d: jax.ShapeDtypeStruct(x.shape, d.dtype, sharding=x.sharding), target, lean
+        )
+    if not run.restored:
+        whole = run.state.whole
+        save_start(place, models.for_compute(whole, run.model) if adapts else whole)
+    start = load_start(place, target)
+    if adapts:
+        run.state = dataclasses.replace(run.state, base=start)
+    if compares:
+        run.reference = start
 
 
 def make_objective(config: Config) -> L.Objective:
@@ -323,8 +359,7 @@ def make_objective(config: Config) -> L.Objective:
     given = {
         f.name: value
         for f in dataclasses.fields(chosen)
-        if f.name not in ("objective", "truncated_is")
-        and (value := getattr(chosen, f.name)) is not None
+        if f.name not in ("objective", *_ADDED) and (value := getattr(chosen, f.name)) is not None
     }
     for name in given:
         if name not in taken:
@@ -347,11 +382,47 @@ def make_objective(config: Config) -> L.Objective:
         given["reward_weights"] = rewards.reward_weights or (1.0,) * len(rewards.rewards)
     if chosen.objective == "dr_grpo":
         given["length"] = longest
-    objective = build(**given)
+    return _with_additions(build(**given), chosen)
+
+
+def _with_additions(objective: L.Objective, chosen: ObjectiveSettings) -> L.Objective:
+    """The objective with the parts that any may have."""
+    corrections, masks, terms = (
+        list(objective.corrections),
+        list(objective.masks),
+        list(objective.regularisers),
+    )
+    policy = objective.policy
     if chosen.truncated_is is not None:
-        correction = L.truncated_is(cap=chosen.truncated_is)
-        objective = dataclasses.replace(objective, corrections=(*objective.corrections, correction))
-    return objective
+        corrections.append(L.truncated_is(cap=chosen.truncated_is))
+    if chosen.top_entropy is not None:
+        masks.append(L.top_entropy(chosen.top_entropy))
+    if chosen.entropy_target is not None:
+        adaptive = L.adaptive_entropy(chosen.entropy_target)
+        if chosen.entropy_coef is not None:
+            adaptive = dataclasses.replace(adaptive, initial=chosen.entropy_coef)
+        terms.append(adaptive)
+    elif chosen.entropy_coef is not None:
+        terms.append(L.entropy_bonus(chosen.entropy_coef))
+    if chosen.router_aux_loss_coef is not None:
+        terms.append(L.router_balance(chosen.router_aux_loss_coef))
+    if chosen.clip_cov is not None:
+        terms.append(L.clip_cov(fraction=chosen.clip_cov))
+    if chosen.kl_cov is not None:
+        terms.append(L.kl_cov(coef=chosen.kl_cov))
+        if [type(part) for part in parts(policy)] != [L.token_ratio, L.ppo_clip]:
+            raise ValueError(
+                f"kl_cov={chosen.kl_cov} takes the place of a clipping window on token ratios, "
+                f"which objective={chosen.objective} does not have; use grpo, dr_grpo or dapo"
+            )
+        policy = L.chain(L.token_ratio(), L.policy_gradient())
+    return dataclasses.replace(
+        objective,
+        policy=policy,
+        corrections=tuple(corrections),
+        masks=tuple(masks),
+        regularisers=tuple(terms),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -365,7 +436,7 @@ class _Policy:
     @classmethod
     def open(cls, config: Config, mesh: Mesh) -> _Policy:
         name, dtype = config.model.model, config.model.compute_dtype
-        path = find_smollm2() if name == "smollm2" else Path(name)
+        path = _weights(name)
         if path.exists():
             tokenizer: Any = load_tokenizer(path)
             model, params = models.from_pretrained(path, jnp.float32, mesh, compute_dtype=dtype)
@@ -385,6 +456,59 @@ class _Policy:
         )
         key = jax.random.key(config.run.seed)
         return cls(model, tokenizer, lambda mesh: models.init(key, model, mesh=mesh))
+
+
+def _check_balance(config: Config, model: ModelConfig) -> None:
+    """Refuses balancing of what the model does not have."""
+    coef, rate = config.objective.router_aux_loss_coef, config.optimizer.router_bias_update_rate
+    if coef is not None and not model.top_k:
+        raise ValueError(
+            f"router_aux_loss_coef={coef}: the model has no experts to balance; leave it out"
+        )
+    kinds = [b.feed_forward for b in model.layers]
+    if rate and not any(isinstance(c, models.Experts) and c.correction_bias for c in kinds):
+        raise ValueError(
+            f"router_bias_update_rate={rate}: the model's routers have no correction bias (that of "
+            "deepseek_v3 does); use router_aux_loss_coef"
+        )
+    if rate and config.model.lora_rank:
+        raise ValueError(
+            f"router_bias_update_rate={rate} would move weights that lora_rank="
+            f"{config.model.lora_rank} freezes; set one of them to 0"
+        )
+
+
+def _lora(config: Config) -> models.Lora | None:
+    """The adapters that the flags ask for."""
+    m = config.model
+    return models.Lora(m.lora_rank, m.lora_alpha, m.lora_targets) if m.lora_rank else None
+
+
+def _weights(name: str) -> Path:
+    """Where the weights of a model lie, if there are any."""
+    return find_smollm2() if name == "smollm2" else Path(name)
+
+
+def _teacher(
+    config: Config, policy: _Policy, mesh: Mesh, scoring: dict[str, Any]
+) -> Callable[..., jax.Array] | None:
+    """The teacher's log-probabilities of a batch: (batch, shared) -> float32 [B, T].
+
+    Raises:
+      ValueError: There is no such teacher, or it has another vocabulary than the policy.
+    """
+    if not config.model.teacher:
+        return None
+    dtype = config.model.compute_dtype
+    model, params = models.from_pretrained(_weights(config.model.teacher), dtype, mesh)
+    if model.vocab_size != policy.model.vocab_size:
+        raise ValueError(
+            f"teacher={config.model.teacher!r} has a vocabulary of {model.vocab_size} tokens, the "
+            f"policy one of {policy.model.vocab_size}; choose a teacher of the same family"
+        )
+    score = updates.make_score(model, **scoring)
+    # Its experts are its own: the routing of the policy means nothing to it.
+    return lambda batch, shared: score(params, batch.replace(routing=None), shared).logp
 
 
 def _alphabet(config: Config) -> str:

@@ -12,6 +12,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
+from rljax import losses as L
 from rljax import mesh as meshes
 from rljax import models
 from rljax.config import OptimizerSettings
@@ -24,8 +25,10 @@ class TrainState:
 
     Attributes:
       step: int32, optimizer updates tried (skipped ones included).
-      params: float32 master weights.
+      params: float32 master weights; with adapters theirs, as `models.init_adapters` makes them.
       critic: The critic's, as `models.init_critic` makes it; None without one.
+      base: With adapters, the frozen weights under them; not part of checkpoints.
+      objective: What the objective remembers from step to step (`Objective.init_state`).
       opt_state: The optimizer's.
       skipped: int32, updates skipped so far for want of a finite gradient or of any weight.
       skipped_in_row: int32, the last of them without one between.
@@ -37,11 +40,31 @@ class TrainState:
     skipped: Int[Array, ""]
     skipped_in_row: Int[Array, ""]
     critic: Params | None = None
+    base: Params | None = None
+    objective: dict[str, Array] = struct.field(default_factory=dict)
 
     @property
     def trained(self) -> Any:
         """What the optimizer changes: the policy's weights, with the critic's where there are."""
         return self.params if self.critic is None else (self.params, self.critic)
+
+    @property
+    def whole(self) -> Params:
+        """The weights of all matrices, adapters left out."""
+        return self.params if self.base is None else self.base
+
+    def weights(self, lora: models.Lora | None) -> Params:
+        """The policy's weights, adapters merged."""
+        return policy_weights(self.params, self.base, lora)
+
+
+def policy_weights(params: Params, base: Params | None, lora: models.Lora | None) -> Params:
+    """The policy's weights from what is trained and what is not."""
+    if lora is None:
+        return params
+    if base is None:
+        raise ValueError("adapters rest on weights, got none; set TrainState.base")
+    return models.merge_adapters(base, params, lora)
 
 
 def learning_rate(settings: OptimizerSettings, updates: int) -> optax.Schedule:
@@ -82,6 +105,7 @@ def make_optimizer(
                 b1=settings.adam_b1,
                 b2=settings.adam_b2,
                 weight_decay=settings.weight_decay,
+                mask=_decays,
             ),
         )
 
@@ -93,24 +117,37 @@ def make_optimizer(
     )
 
 
+def _decays(trained: Any) -> Any:
+    """Which weights decay: all but correction biases, which the load moves, not a gradient."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: not models.path_name(path).endswith("/correction"), trained
+    )
+
+
 def _fresh(
-    params: Params, critic: Params | None, optimizer: optax.GradientTransformation
+    params: Params,
+    critic: Params | None,
+    optimizer: optax.GradientTransformation,
+    objective: L.Objective,
 ) -> TrainState:
     zero = jnp.int32(0)
-    state = TrainState(zero, params, None, zero, zero, critic)
+    state = TrainState(
+        zero, params, None, zero, zero, critic=critic, objective=objective.init_state()
+    )
     return dataclasses.replace(state, opt_state=optimizer.init(state.trained))
 
 
 def create(
     params: Params,
     optimizer: optax.GradientTransformation,
+    objective: L.Objective,
     mesh: Mesh,
     critic: Params | None = None,
 ) -> TrainState:
     """A fresh state around float32 weights; moments are laid out like their weights."""
 
     def build(params: Params, critic: Params | None) -> TrainState:
-        return _fresh(params, critic, optimizer)
+        return _fresh(params, critic, optimizer, objective)
 
     shapes = jax.eval_shape(build, params, critic)
     out = state_shardings(shapes, jax.tree.map(lambda x: x.sharding, params), mesh)
@@ -120,13 +157,18 @@ def create(
 def abstract(
     config: ModelConfig,
     optimizer: optax.GradientTransformation,
+    objective: L.Objective,
     mesh: Mesh,
-    with_critic: bool = False,
+    lora: models.Lora | None = None,
 ) -> TrainState:
-    """The state's shapes and shardings, to restore a checkpoint into."""
-    critic = models.abstract_critic(config) if with_critic else None
-    shapes = jax.eval_shape(lambda p, c: _fresh(p, c, optimizer), models.abstract(config), critic)
-    shardings = state_shardings(shapes, models.shardings(config, mesh), mesh)
+    """The state's shapes and shardings, to restore a checkpoint into; without `base`."""
+    critic = models.abstract_critic(config) if objective.critic is not None else None
+    params, layout = models.abstract(config), models.shardings(config, mesh)
+    if lora is not None:
+        params = models.abstract_adapters(config, lora)
+        layout = models.adapter_shardings(config, lora, mesh)
+    shapes = jax.eval_shape(lambda p, c: _fresh(p, c, optimizer, objective), params, critic)
+    shardings = state_shardings(shapes, layout, mesh)
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from rljax import models
 from rljax.batch import Batch, Rows
 from rljax.models import ModelConfig, Params
 from rljax.rollouts.shared_prompts import plan_sharing, share_batch, unshare
-from rljax.training.state import TrainState
+from rljax.training.state import TrainState, policy_weights
 
 
 @struct.dataclass
@@ -47,6 +48,7 @@ class RouterSums:
         values = {
             "moe/load_max_over_mean": float(over_mean.mean()),
             "moe/router_entropy": float(entropy.mean() / tokens),
+            "moe/dead_frac": float((load == 0).mean()),
             "mismatch/routing_flip_frac": float(flips.mean() / tokens),
         }
         for i, share in enumerate(load.max(1) / load.sum(1)):
@@ -232,6 +234,9 @@ def make_update(
     most_wanted: int,
     parts: int = 1,
     replay: bool = False,
+    seed: int = 0,
+    lora: models.Lora | None = None,
+    bias_rate: float = 0.0,
 ) -> Callable[[TrainState, Rows], tuple[TrainState, dict[str, Any], RouterSums | None]]:
     """One optimizer step as one jitted function; the state is donated.
 
@@ -246,13 +251,20 @@ def make_update(
       most_wanted: A bound on a row's own tokens.
       parts: Micro-batches the rows are cut into.
       replay: Whether `Rows.routing` is replayed.
+      seed: For the terms of the objective that choose tokens at random.
+      lora: The adapters that are trained; None: the weights themselves.
+      bias_rate: By how much the routers' correction biases follow the load; 0: they stay.
 
     Returns:
       (state, rows) -> (state, mergeable metrics, router sums).
     """
+    with_critic = objective.critic is not None
 
-    def loss(trained: Any, rows: Rows) -> tuple[Array, tuple[dict[str, Any], Any]]:
+    def outputs(
+        trained: Any, base: Params | None, rows: Rows, load: Array | None = None
+    ) -> tuple[L.PolicyOutputs, models.RouterOutputs | None]:
         params, critic = trained if with_critic else (trained, None)
+        params = policy_weights(params, base, lora)
         logp, entropy, router = models.score_tokens(
             params,
             config,
@@ -264,58 +276,105 @@ def make_update(
             wanted=rows.mask,
             most_wanted=min(most_wanted * max(rows.max_segments - 1, 1), rows.tokens.shape[1]),
             prefix=rows.prefix,
+            load=load,
         )
         values = None
         if critic is not None:
             values = models.token_values(
                 critic, config, rows.tokens, rows.positions, rows.segments, prefix=rows.prefix
             )
-        outputs = L.PolicyOutputs(logp, entropy=entropy, values=values)
-        value, stats = objective.loss(outputs, rows)
+        auxiliary = None if router is None else router.auxiliary
+        return L.PolicyOutputs(logp, entropy=entropy, values=values, router=auxiliary), router
+
+    def loss(
+        trained: Any, state: TrainState, rows: Rows, load: Array | None
+    ) -> tuple[Array, tuple[dict[str, Any], Any]]:
+        live, router = outputs(trained, state.base, rows, load)
+        value, stats = objective.loss(live, rows, state.objective)
         if rows.old_logp is None and rows.rollout_logp is not None:
             # The live policy is the one at the start of the step: the only update on this batch.
-            live = rows.replace(old_logp=jax.lax.stop_gradient(logp))
-            stats = {**stats, **L.mismatch(live)}
+            start = rows.replace(old_logp=jax.lax.stop_gradient(live.logp))
+            stats = {**stats, **L.mismatch(start)}
         return value, (stats, _sums(router, None, rows.segments > 0))
 
-    with_critic = objective.critic is not None
     gradient = jax.value_and_grad(loss, has_aux=True)
 
-    def accumulate(params: Any, rows: Rows) -> tuple[Array, Any, dict[str, Any], Any]:
+    def look_ahead(state: TrainState, rows: Rows) -> tuple[Rows, Array | None]:
+        """What the objective must know of the whole optimizer batch before it is cut.
+
+        The tokens that its batch-scoped terms choose, and the load of the experts. Either may
+        take a pass over all rows; replayed routing tells the load without one.
+        """
+        chooses, balances = ("batch_stats" in objective.needs), ("router" in objective.needs)
+        load, routing = None, rows.routing if replay else None
+        if balances and routing is not None:
+            counted = (rows.segments > 0)[..., None, None]
+            load = models.routed_load(jnp.where(counted, routing, -1), config.num_experts)
+        if chooses or (balances and load is None):
+
+            def look(part: Rows) -> tuple[L.PolicyOutputs, Array | None]:
+                live, router = outputs(state.trained, state.base, part)
+                return live, None if router is None else router.load
+
+            live, loads = jax.lax.map(look, _cut(rows, parts))
+            if balances and load is None:
+                load = loads.sum(0)
+            if chooses:
+                key = jax.random.fold_in(jax.random.key(seed), state.step)
+                rows = objective.with_batch_stats(jax.tree.map(_join, live), rows, key)
+        return rows, load
+
+    def accumulate(
+        state: TrainState, rows: Rows, load: Array | None
+    ) -> tuple[Array, Any, dict[str, Any], Any]:
         if parts == 1:
-            (value, (stats, sums)), grads = gradient(params, rows)
+            (value, (stats, sums)), grads = gradient(state.trained, state, rows, load)
             return value, grads, stats, sums
 
         def add(total: tuple[Array, Params], micro: Rows) -> tuple[tuple[Array, Params], Any]:
-            (value, aux), grads = gradient(params, micro)
+            (value, aux), grads = gradient(state.trained, state, micro, load)
             return jax.tree.map(jnp.add, total, (value, grads)), aux
 
-        zero = jax.tree.map(jnp.zeros_like, params)
+        zero = jax.tree.map(jnp.zeros_like, state.trained)
         (value, grads), (stats, sums) = jax.lax.scan(add, (jnp.float32(0), zero), _cut(rows, parts))
         each = [jax.tree.map(lambda x, i=i: x[i], stats) for i in range(parts)]
         return value, grads, L.merge(*each), jax.tree.map(lambda x: x.sum(0), sums)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def update(state: TrainState, rows: Rows) -> tuple[TrainState, dict[str, Any], Any]:
-        value, grads, stats, sums = accumulate(state.trained, rows)
+    def step(
+        state: TrainState, base: Params | None, rows: Rows
+    ) -> tuple[TrainState, dict[str, Any], Any]:
+        state = dataclasses.replace(state, base=base)
+        rows, load = look_ahead(state, rows)
+        value, grads, stats, sums = accumulate(state, rows, load)
         norm = optax.global_norm(grads)
         some = rows.trains
         good = jnp.isfinite(norm) & jnp.isfinite(value) & some
         changes, opt_state = optimizer.update(grads, state.opt_state, state.trained)
         new = optax.apply_updates(state.trained, changes)
         params, critic = new if with_critic else (new, None)
+        if bias_rate:
+            params = models.move_corrections(params, config, sums.load, bias_rate)
 
         def choose(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
 
-        state = TrainState(
+        state = dataclasses.replace(
+            state,
             step=state.step + 1,
+            base=None,
             params=choose(params, state.params),
             critic=choose(critic, state.critic),
             opt_state=choose(opt_state, state.opt_state),
+            objective=choose(objective.update_state(state.objective, stats), state.objective),
             skipped=state.skipped + ~good,
             skipped_in_row=jnp.where(good, 0, state.skipped_in_row + 1),
         )
         return state, {**stats, "policy/grad_norm": L.Mean(norm, jnp.float32(1))}, sums
+
+    def update(state: TrainState, rows: Rows) -> tuple[TrainState, dict[str, Any], Any]:
+        base = state.base  # not donated: the reference model may be the same buffers
+        state, stats, sums = step(dataclasses.replace(state, base=None), base, rows)
+        return dataclasses.replace(state, base=base), stats, sums
 
     return update

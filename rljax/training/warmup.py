@@ -57,7 +57,7 @@ def warm_up(run: Run, tell: Callable[[str], None]) -> dict[str, float]:
         temperature=1.0,
         most_wanted=run.config.rollout.max_completion_length,
     )
-    state = states.create(run.state.params, optimizer, run.mesh)
+    state = states.create(run.state.whole, optimizer, objective, run.mesh)
     rng = np.random.default_rng([run.config.run.seed, 1])
     greedy = SamplingParams(
         max_tokens=run.config.rollout.max_completion_length,
@@ -96,7 +96,11 @@ def warm_up(run: Run, tell: Callable[[str], None]) -> dict[str, float]:
     critic = run.state.critic
     if critic is not None:  # it starts from the policy as it stands now
         critic = models.init_critic(state.params, run.model, run.mesh)
-    run.state = dataclasses.replace(run.state, params=state.params, critic=critic)
+    run.state = dataclasses.replace(run.state, critic=critic)
+    if run.lora is None:
+        run.state = dataclasses.replace(run.state, params=state.params)
+    else:  # adapters are for what follows: the warm-up stands in for pre-training
+        run.state = dataclasses.replace(run.state, base=state.params)
     return values
 
 

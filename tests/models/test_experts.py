@@ -1,5 +1,6 @@
 """The mixture layer against a loop over experts, whichever way it is computed."""
 
+import dataclasses
 import functools
 
 import jax
@@ -20,7 +21,9 @@ def arrays():
     def draw(*shape):
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
-    params = {"gate": draw(E, D, F), "up": draw(E, D, F), "down": draw(E, F, D)}
+    plain = {"gate": draw(E, D, F), "up": draw(E, D, F), "down": draw(E, F, D)}
+    biases = {"gate_bias": draw(E, F), "up_bias": draw(E, F), "down_bias": draw(E, D)}
+    params = {"silu": plain, "clamped": plain | biases}
     weights = jnp.asarray(rng.uniform(0.1, 1, (N, K)), jnp.float32)
     rows = [rng.permutation(E)[:K] for _ in range(N)]
     even = jnp.asarray(rows, jnp.int32)
@@ -35,22 +38,32 @@ def arrays():
     return params, draw(N, D), weights, chosen, draw(N, D)
 
 
-def loop(params, x, chosen, weights):
+def loop(params, x, chosen, weights, activation):
     """Each expert on every token, kept where it was chosen."""
     out = jnp.zeros_like(x)
     for e in range(E):
-        gate, up, down = (params[m][e] for m in ("gate", "up", "down"))
+        p = {name: values[e] for name, values in params.items()}
+        gate = x @ p["gate"] + p.get("gate_bias", 0)
+        up = x @ p["up"] + p.get("up_bias", 0)
+        if activation == "clamped":
+            gate, up = (
+                jnp.where(gate > 7, 7, gate),
+                jnp.where(jnp.abs(up) > 7, 7 * jnp.sign(up), up),
+            )
+            hidden = gate / (1 + jnp.exp(-1.702 * gate)) * (up + 1)
+        else:
+            hidden = jax.nn.silu(gate) * up
         share = jnp.where(chosen == e, weights, 0).sum(1, keepdims=True)
-        out += share * ((jax.nn.silu(x @ gate) * (x @ up)) @ down)
+        out += share * (hidden @ p["down"] + p.get("down_bias", 0))
     return out
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def run(way, backend, params, x, weights, chosen, cotangent):
+@functools.partial(jax.jit, static_argnums=(0, 1, 7))
+def run(way, backend, params, x, weights, chosen, cotangent, activation="silu"):
     def f(params, x, weights):
         if way == "loop":
-            return loop(params, x, chosen, weights)
-        return experts.experts(params, x, chosen, weights, way)
+            return loop(params, x, chosen, weights, activation)
+        return experts.experts(params, x, chosen, weights, way, activation)
 
     out, pull = jax.vjp(f, params, x, weights)
     return out, *pull(cotangent)
@@ -61,18 +74,22 @@ WAYS = [("all", "blocks"), ("sorted", "blocks"), ("sorted", "ragged")]
 
 @pytest.mark.parametrize("routing", ["even", "empty experts", "overfull", "two experts only"])
 @pytest.mark.parametrize(("way", "backend"), WAYS)
-def test_equals_the_loop_in_values_and_gradients(arrays, monkeypatch, way, backend, routing):
+@pytest.mark.parametrize("activation", ["silu", "clamped"])
+def test_equals_the_loop_in_values_and_gradients(
+    arrays, monkeypatch, way, backend, routing, activation
+):
     monkeypatch.setattr(gmm, "default_backend", lambda: backend)
     params, x, weights, choices, cotangent = arrays
-    chosen = choices[routing]
+    params, chosen = params[activation], choices[routing]
     assert (chosen[:, 0] != chosen[:, 1]).all()
-    out, dp, dx, dw = run(way, backend, params, x, weights, chosen, cotangent)
-    want, want_dp, want_dx, want_dw = run("loop", None, params, x, weights, chosen, cotangent)
+    given = params, x, weights, chosen, cotangent, activation
+    out, dp, dx, dw = run(way, backend, *given)
+    want, want_dp, want_dx, want_dw = run("loop", None, *given)
     np.testing.assert_allclose(out, want, atol=2e-5)
     np.testing.assert_allclose(dx, want_dx, atol=1e-4)
     np.testing.assert_allclose(dw, want_dw, atol=1e-4)
     used = np.isin(np.arange(E), np.asarray(chosen))
-    for name in ("gate", "up", "down"):
+    for name in params:
         for e in range(E):
             scale = max(1, np.abs(want_dp[name][e]).max())
             np.testing.assert_allclose(
@@ -85,11 +102,12 @@ def test_equals_the_loop_in_values_and_gradients(arrays, monkeypatch, way, backe
 def test_a_token_s_bits_do_not_depend_on_the_others(arrays, monkeypatch, way, backend):
     monkeypatch.setattr(gmm, "default_backend", lambda: backend)
     params, x, weights, choices, cotangent = arrays
-    chosen = choices["even"]
-    want = run(way, backend, params, x, weights, chosen, cotangent)[0]
+    params, chosen = params["clamped"], choices["even"]
+    want = run(way, backend, params, x, weights, chosen, cotangent, "clamped")[0]
     mine = (jnp.arange(N) % 3 == 0)[:, None]
     moved = jnp.where(mine, chosen, choices["overfull"])
-    got = run(way, backend, params, jnp.where(mine, x, 7.0), weights, moved, cotangent)[0]
+    others = jnp.where(mine, x, 7.0)
+    got = run(way, backend, params, others, weights, moved, cotangent, "clamped")[0]
     assert np.array_equal(np.asarray(got)[::3], np.asarray(want)[::3])
 
 
@@ -125,6 +143,15 @@ def test_router():
         np.testing.assert_allclose(
             weights, want / want.sum(1, keepdims=True) if norm else want, atol=1e-6
         )
+    # A bias takes part in the choice and in the weights.
+    bias = jnp.asarray(rng.normal(size=E), jnp.float32)
+    probs, own, _, weights = experts.route(router, x, Experts(E, K, F), bias=bias)
+    p = np.exp(z + np.asarray(bias))
+    best = np.argsort(-p, axis=1)[:, :K]
+    want = np.take_along_axis(p, best, 1)
+    assert np.array_equal(own, best)
+    np.testing.assert_allclose(probs, p / p.sum(1, keepdims=True), atol=1e-6)
+    np.testing.assert_allclose(weights, want / want.sum(1, keepdims=True), atol=1e-6)
     # In float32 whatever the hidden states are.
     half = experts.route(router.astype(jnp.bfloat16), x.astype(jnp.bfloat16), Experts(E, K, F))
     assert half[0].dtype == half[3].dtype == jnp.float32
@@ -138,3 +165,53 @@ def test_replayed_experts_use_live_probabilities():
     probs, own, used, weights = experts.route(router, x, Experts(E, K, F, False), replay)
     assert np.array_equal(used[::2], own[::2]) and np.array_equal(used[1::2], replay[1::2])
     np.testing.assert_allclose(weights, np.take_along_axis(np.asarray(probs), used, 1), atol=1e-7)
+
+
+def test_sigmoid_router_by_hand():
+    # The logits of one token are the router's rows; sigmoid(ln 3) = 3/4 and so on.
+    scores = np.array([0.75, 0.5, 0.8, 0.1, 0.6, 0.7, 0.2, 0.25])
+    router = jnp.asarray(np.log(scores / (1 - scores))[None], jnp.float32)
+    x = jnp.ones((1, 1))
+
+    def check(config, chosen, weights, correction=None, replay=None):
+        correction = None if correction is None else jnp.asarray(correction, jnp.float32)
+        replay = None if replay is None else jnp.asarray([replay])
+        probs, own, used, got = experts.route(router, x, config, replay, None, correction)
+        np.testing.assert_allclose(probs[0], scores / scores.sum(), rtol=1e-5)
+        assert used[0].tolist() == chosen
+        np.testing.assert_allclose(got[0], weights, rtol=1e-5)
+        return own[0].tolist()
+
+    plain = Experts(8, 3, 4, scoring="sigmoid")
+    check(plain, [2, 0, 5], np.array([0.8, 0.75, 0.7]) / 2.25)
+    check(dataclasses.replace(plain, norm_topk_prob=False, scale=2.0), [2, 0, 5], [1.6, 1.5, 1.4])
+    # Groups of two are worth 1.25, 0.9, 1.3 and 0.45: expert 2, the best of all, is left behind.
+    grouped = dataclasses.replace(plain, groups=4, top_groups=2, scale=2.5)
+    check(grouped, [0, 5, 4], 2.5 * np.array([0.75, 0.7, 0.6]) / 2.05)
+    # Groups of four are worth their two best, 1.55 and 1.45, not their sums, 2.15 and 2.75.
+    halves = dataclasses.replace(plain, groups=2)
+    check(halves, [2, 0, 1], np.array([0.8, 0.75, 0.5]) / 2.05, [0, 0, 0, 0, 0, 0, 0.5, 0.5])
+    # A correction chooses, among groups and experts, and leaves the weights alone.
+    lifted = [0, 0, 0, 0, 0, 0, 1, 0]
+    check(grouped, [6, 5, 4], 2.5 * np.array([0.2, 0.7, 0.6]) / 1.5, lifted)
+    # Replayed experts get the live scores' weights, wherever groups and corrections point.
+    own = check(grouped, [3, 1, 4], 2.5 * np.array([0.1, 0.5, 0.6]) / 1.2, lifted, [3, 1, -1])
+    assert own == [6, 5, 4]
+
+
+def test_a_correction_has_no_gradient_and_routers_do():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(N, D)), jnp.float32)
+    router = jnp.asarray(rng.normal(size=(D, E)), jnp.float32)
+    config = Experts(E, K, F, scoring="sigmoid", correction_bias=True)
+
+    def loss(router, correction, replay=None):
+        weights = experts.route(router, x, config, replay, None, correction)[3]
+        return jnp.sum(weights**2)
+
+    towards_router, towards_correction = jax.grad(loss, (0, 1))(router, jnp.zeros(E))
+    assert np.abs(towards_router).max() > 1e-3 and not towards_correction.any()
+    # Replayed experts whose scores have all but gone get finite weights and gradients.
+    x = jnp.ones((N, D))
+    gone = jax.value_and_grad(loss)(router - 50, jnp.zeros(E), jnp.zeros((N, K), jnp.int32))
+    assert all(np.isfinite(y).all() for y in gone)

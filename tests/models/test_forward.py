@@ -35,7 +35,59 @@ MIXTURE = models.decoder(
     top_k=2,
     tie_embeddings=False,
 )
-CONFIGS = {"dense": DENSE, "mixture": MIXTURE}
+# All that any family's attention and experts can have.
+RICH_ATTENTION = models.Attention(
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    bias=True,
+    output_bias=True,
+    qk_norm="full",
+    sinks=True,
+    window=3,
+)
+RICH_EXPERTS = models.Experts(
+    num_experts=16,
+    top_k=2,
+    intermediate_size=8,
+    router_bias=True,
+    bias=True,
+    activation="clamped",
+    shared_size=12,
+    shared_gated=True,
+)
+RICH = models.ModelConfig(
+    vocab_size=V,
+    hidden_size=16,
+    stacks=(models.Stack((models.Block(RICH_ATTENTION, RICH_EXPERTS),), 1),),
+)
+LATENT_ATTENTION = models.LatentAttention(
+    num_heads=4,
+    q_rank=None,
+    kv_rank=8,
+    nope_dim=4,
+    rope_dim=4,
+    value_dim=6,
+    rope_scaling=models.Yarn(4.0, 8),
+    scale_weight=0.7,
+)
+LATENT_EXPERTS = models.Experts(
+    num_experts=16,
+    top_k=2,
+    intermediate_size=8,
+    scoring="sigmoid",
+    groups=4,
+    top_groups=2,
+    scale=2.5,
+    correction_bias=True,
+    shared_size=8,
+)
+LATENT = models.ModelConfig(
+    vocab_size=V,
+    hidden_size=16,
+    stacks=(models.Stack((models.Block(LATENT_ATTENTION, LATENT_EXPERTS),), 1),),
+)
+CONFIGS = {"dense": DENSE, "mixture": MIXTURE, "rich": RICH, "latent": LATENT}
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +246,7 @@ def test_packed_equals_alone_with_less_padding(params, batch, name):
         alone[i, : mine.sum()], there[i, : mine.sum()] = np.asarray(tokens[r])[mine], 1
     found = run_logits(params[name], CONFIGS[name], jnp.asarray(alone), jnp.asarray(there))
     for i, (r, mine) in enumerate(rows):
-        np.testing.assert_allclose(found[i, : mine.sum()], packed[r][mine], atol=3e-6)
+        np.testing.assert_allclose(found[i, : mine.sum()], packed[r][mine], atol=5e-6)
 
 
 def test_a_broken_sequence_leaves_the_others_alone(params, batch):
@@ -245,6 +297,21 @@ def test_attention_keeps_what_is_not_finite_where_it_is():
         assert np.isnan(got[0, 4]).any() == (i > 0)  # a later query of the same sequence
         for g, w in zip(gradients, want_gradients, strict=True):
             assert np.array_equal(g[:, :2], w[:, :2])
+
+
+def test_entropy_is_in_nats_of_the_distribution_at_that_temperature():
+    config = models.decoder(
+        vocab_size=3, hidden_size=3, num_layers=1, num_heads=1, head_dim=2, intermediate_size=2,
+        tie_embeddings=False,
+    )  # fmt: skip
+    probabilities = jnp.asarray([[[1 / 3] * 3, [0.97, 0.02, 0.01]]])
+    params = {"output": jnp.eye(3)}
+    for temperature in (1.0, 0.5):
+        hidden = temperature * jnp.log(probabilities)
+        targets = jnp.asarray([[0, 2]])
+        logp, entropy = forward._score(params, config, hidden, targets, temperature, 8)
+        np.testing.assert_allclose(entropy[0] / np.log(2), [1.584963, 0.221941], atol=1e-6)
+        np.testing.assert_allclose(logp[0], np.log([1 / 3, 0.01]), rtol=1e-5)
 
 
 # Routing.

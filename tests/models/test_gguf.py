@@ -24,7 +24,7 @@ def configuration(family, **fields):
         "intermediate_size": 64,
         "rope_theta": 5e4,
         "norm_eps": 1e-5,
-        "qk_norm": False,
+        "qk_norm": None,
         "tie_embeddings": False,
         "max_position": 256,
     }
@@ -33,7 +33,7 @@ def configuration(family, **fields):
 
 CONFIG = configuration("llama")
 QWEN2 = configuration("qwen2", bias=True)
-QWEN3 = configuration("qwen3", qk_norm=True, head_dim=16)
+QWEN3 = configuration("qwen3", qk_norm="head", head_dim=16)
 
 
 def write(file, params, config=CONFIG, kind=None, **fields):

@@ -10,12 +10,29 @@ import numpy as np
 import pytest
 
 from rljax import models
-from rljax.models import families, weights
+from rljax.models import families, forward, weights
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "models"
 # Those whose gradients are compared too: one kind each of attention and of feed-forward.
-GRADIENTS = ["qwen2", "qwen3_moe_mixed"]
-MODELS = ["llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_mixed"]
+GRADIENTS = ["qwen2", "qwen3_moe_mixed", "qwen2_moe", "gpt_oss", "deepseek_v3"]
+MODELS = [
+    "llama",
+    "llama_tied",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_moe_mixed",
+    "qwen2_moe",
+    "qwen2_moe_mixed",
+    "mixtral",
+    "mixtral_window",
+    "olmoe",
+    "olmoe_grouped",
+    "gpt_oss",
+    "gpt_oss_yarn",
+    "deepseek_v3",
+    "deepseek_v3_direct",
+]
 WIDTH = 24
 
 
@@ -85,14 +102,14 @@ def test_logits_equal_transformers_with_padding_on_either_side(name):
     _, expected, logits, _, segments = run(name)
     for rows in (slice(0, 4), slice(4, 8)):
         found = [x[s > 0] for x, s in zip(logits[rows], segments[rows], strict=True)]
-        assert worst(expected["logits"], found) < 1e-5
+        assert worst(expected["logits"], found) < 2e-5
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_of_packed_rows_equal_transformers(name):
     _, expected, logits, _, segments = run(name)
     found = [logits[8:][segments[8:] == s] for s in (1, 2, 3, 4)]
-    assert worst(expected["logits"], found) < 1e-5
+    assert worst(expected["logits"], found) < 2e-5
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
@@ -108,21 +125,43 @@ def test_gradients_equal_torch(name):
         assert found[stored] == pytest.approx(want, abs=2e-5 * max(want[0], 1)), stored
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", json.loads((GOLDEN / "names.json").read_text()))
 def test_names_and_shapes_are_those_transformers_saves(family):
-    config = models.decoder(
-        vocab_size=64,
-        hidden_size=32,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        intermediate_size=16 if family == "qwen3_moe" else 48,
-        num_experts=4 if family == "qwen3_moe" else 0,
-        bias=family == "qwen2",
-        qk_norm=family.startswith("qwen3"),
-        tie_embeddings=False,
-        family=family,
-    )
+    fields = {
+        "model_type": family,
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    if family in ("qwen2_moe", "qwen3_moe"):
+        fields["moe_intermediate_size"] = 16
+    if family == "qwen2_moe":
+        fields["shared_expert_intermediate_size"] = 16
+    if family in ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "gpt_oss"):
+        fields |= {"num_experts": 4, "num_experts_per_tok": 2}
+    if family == "deepseek_v3":
+        fields |= {
+            "num_hidden_layers": 2,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+            "head_dim": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+        }
+    config = families.read_fields(fields, "config.json")
     found = {
         entry.name(i).replace("experts.3.", "experts.{e}."): entry.weight.stored_shape(entry.inner)
         for entry in weights.entries(config, families.FAMILIES[family].table)
@@ -131,3 +170,20 @@ def test_names_and_shapes_are_those_transformers_saves(family):
     }
     saved = json.loads((GOLDEN / "names.json").read_text())[family]
     assert found == {name: tuple(shape) for name, shape in saved.items()}
+
+
+@pytest.mark.parametrize("case", json.loads((GOLDEN / "yarn.json").read_text()))
+@pytest.mark.parametrize("field", ["rope_parameters", "rope_scaling"])
+def test_yarn_is_read_and_written_as_transformers_computes_it(case, field):
+    fields = json.loads((GOLDEN / "qwen3" / "config.json").read_text())
+    fields |= {"head_dim": 32, "max_position_embeddings": 256, "rope_parameters": None}
+    rope = dict(case["fields"])
+    if field == "rope_scaling":  # as transformers 4 wrote it
+        fields["rope_theta"], rope["type"] = rope.pop("rope_theta"), rope.pop("rope_type")
+    config = families.read_fields({**fields, field: rope}, "config.json")
+    for found in (config, families.read_fields(families.write_fields(config), "config.json")):
+        attention = found.layers[0].attention
+        scaling = attention.rope_scaling
+        got = forward.rope_frequencies(32, attention.rope_theta, scaling)
+        np.testing.assert_allclose(got, case["frequencies"], rtol=2e-6)
+        assert scaling.magnitude == pytest.approx(case["magnitude"], rel=1e-7)

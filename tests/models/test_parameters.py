@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from rljax import mesh as meshes
 from rljax import models
-from rljax.models import Attention, Block, Dense, Experts, ModelConfig, Stack
+from rljax.models import Attention, Block, Dense, Experts, LatentAttention, ModelConfig, Stack
 from rljax.models.families import stacks
 
 CONFIG = models.decoder(
@@ -97,6 +97,23 @@ def test_active_parameters_are_those_of_the_chosen_experts():
     assert models.count_active(CONFIG) == models.count(one) + routers
 
 
+def test_shared_experts_and_biases_count_as_active_where_they_are():
+    attention = Attention(2, 2, 4, output_bias=True, sinks=True, qk_norm="full")
+    plain = Block(Attention(2, 2, 4), Experts(4, 2, 8))
+    rich = Block(
+        attention,
+        Experts(4, 2, 8, router_bias=True, bias=True, shared_size=6, shared_gated=True),
+    )
+    sizes = [
+        (models.count(c), models.count_active(c))
+        for c in (ModelConfig(8, 16, (Stack((block,), 3),)) for block in (plain, rich))
+    ]
+    every = 16 + 2 + 2 * 8 + 4 + 3 * 16 * 6 + 16  # of attention, the router and the shared expert
+    each = 2 * 8 + 16  # biases of one expert
+    assert sizes[1][0] - sizes[0][0] == 3 * (every + 4 * each)
+    assert sizes[1][1] - sizes[0][1] == 3 * (every + 2 * each)
+
+
 def test_unequal_layers_are_grouped_into_few_stacks():
     attention = Attention(2, 2, 4)
     a, b = Block(attention, Dense(8)), Block(attention, Experts(4, 2, 8))
@@ -116,6 +133,14 @@ def test_unequal_layers_are_grouped_into_few_stacks():
     [
         (lambda: Attention(4, 3, 8), "num_heads=4 is not a multiple of num_kv_heads=3"),
         (lambda: Attention(4, 2, 7), "head_dim=7 is odd"),
+        (lambda: Attention(4, 2, 8, window=0), "window=0 must be at least 1"),
+        (lambda: Experts(4, 2, 8, shared_gated=True), "shared_gated=True needs a shared expert"),
+        (lambda: LatentAttention(2, None, 8, 4, 3, 4), "rope_dim=3 is odd"),
+        (lambda: LatentAttention(2, 8, 8, 4, 4, 4, scale_weight=1.0), "a stretching by YaRN"),
+        (lambda: Experts(8, 2, 8, groups=3), "groups=3 must cut num_experts=8 into equal groups"),
+        (lambda: Experts(8, 2, 8, groups=8), "into equal groups of two or more"),
+        (lambda: Experts(8, 5, 8, groups=2), "top_groups=1 of 2 groups of 4 must hold top_k=5"),
+        (lambda: Experts(8, 2, 8, groups=2, top_groups=3), "be no more than there are"),
         (lambda: Experts(4, 5, 8), "top_k=5 must lie between 1 and num_experts=4"),
         (
             lambda: ModelConfig(8, 8, stacks([

@@ -1,5 +1,6 @@
 """Weight files: what is read is what was written, and what does not fit is refused by name."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -16,10 +17,27 @@ from safetensors.numpy import load_file, save_file
 
 from rljax import mesh as meshes
 from rljax import models
-from rljax.models import huggingface, weights
+from rljax.models import families, huggingface, weights
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "models"
-MODELS = ["llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_mixed"]
+MODELS = [
+    "llama",
+    "llama_tied",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_moe_mixed",
+    "qwen2_moe",
+    "qwen2_moe_mixed",
+    "mixtral",
+    "mixtral_window",
+    "olmoe",
+    "olmoe_grouped",
+    "gpt_oss",
+    "gpt_oss_yarn",
+    "deepseek_v3",
+    "deepseek_v3_direct",
+]
 
 
 def assert_equal_trees(a, b):
@@ -68,13 +86,32 @@ def test_saved_and_read_again_is_bit_equal(name, tmp_path):
         assert_equal_trees(params, back)
 
 
-def test_saves_the_weights_that_it_read(tmp_path):
-    config, params = models.from_pretrained(GOLDEN / "qwen3_moe", dtype=jnp.bfloat16)
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3"]
+)
+def test_saves_the_weights_that_it_read(name, tmp_path):
+    config, params = models.from_pretrained(GOLDEN / name, dtype=jnp.bfloat16)
     models.save_pretrained(tmp_path, config, params)
-    want = load_file(GOLDEN / "qwen3_moe" / "model.safetensors")
+    want = load_file(GOLDEN / name / "model.safetensors")
     got = load_file(tmp_path / "model.safetensors")
     assert want.keys() == got.keys()
     assert all(np.array_equal(want[k], got[k]) and want[k].dtype == got[k].dtype for k in want)
+
+
+def test_layers_of_multi_token_prediction_are_left_out_and_said_to_be(tmp_path, caplog):
+    folder = Path(shutil.copytree(GOLDEN / "deepseek_v3", tmp_path / "model"))
+    last, further = "model.layers.2.input_layernorm.weight", "model.layers.3.eh_proj.weight"
+    edit_weights(folder, lambda a: a.update({further: a[last]}))
+    with caplog.at_level("INFO", logger="rljax"):
+        config, params = models.from_pretrained(folder)
+    assert "1 weights of multi-token prediction (model.layers.3.*) are left out" in caplog.text
+    assert_equal_trees(params, models.from_pretrained(GOLDEN / "deepseek_v3")[1])
+    models.save_pretrained(tmp_path / "saved", config, params)
+    fields = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert fields["num_nextn_predict_layers"] == 0
+    # Where the configuration announces none, they are surplus.
+    edit_config(folder, num_nextn_predict_layers=0)
+    assert f"weight {further!r} (32,) has no place" in refusal(folder)
 
 
 def test_large_models_are_saved_in_several_files(tmp_path):
@@ -113,7 +150,12 @@ def test_extra_fields_are_written(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [("qwen3_moe", {"data": 2, "fsdp": 4}), ("qwen3_moe", {"expert": 2, "fsdp": 2, "tensor": 2})],
+    [
+        ("qwen3_moe", {"data": 2, "fsdp": 4}),
+        ("qwen3_moe", {"expert": 2, "fsdp": 2, "tensor": 2}),
+        ("gpt_oss", {"expert": 2, "fsdp": 2, "tensor": 2}),
+        ("deepseek_v3", {"expert": 2, "fsdp": 2, "tensor": 2}),
+    ],
 )
 def test_read_onto_a_mesh(name, sizes):
     mesh = meshes.make(**sizes)
@@ -285,25 +327,35 @@ def test_weights_that_are_no_floats_are_refused(folder):
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported"),
-        (
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-            "use_sliding_window=True (sliding_window=8) is not supported",
-        ),
+        ({"use_sliding_window": True}, "has no field 'sliding_window'"),
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types holds 'sliding_attention'",
+            "layer_types holds 'sliding_attention', but no sliding window is set",
         ),
+        (
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            "layer_types holds 'chunked_attention', which is not supported",
+        ),
+        ({"layer_types": ["full_attention"]}, "layer_types says 1 layers, num_hidden_layers=2"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear' is not supp"),
         (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
-            "rope_type='yarn' is not supported, only 'default' and 'llama3' are",
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}},
+            "rope_type='longrope' is not supported, only 'default', 'llama3' and 'yarn' are",
+        ),
+        ({"rope_scaling": {"type": "yarn", "beta_fast": 16}}, "rope_type='yarn' needs 'factor'"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_mid": 2}},
+            "field beta_mid=2 is not supported",
         ),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
             "partial_rotary_factor=0.5 is not supported, only 1.0",
         ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "needs 'low_freq_factor'"),
-        ({"quantization_config": {"bits": 4}}, "field quantization_config={'bits': 4} is not"),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "quantization_config (quant_method='mxfp4') is not supported; save the model deq",
+        ),
         ({"logit_scale": 2.0}, "field logit_scale=2.0 is not supported"),
         ({"hidden_size": None}, "has no field 'hidden_size'"),
         ({"hidden_size": "32"}, "hidden_size='32' must be a positive integer"),
@@ -317,9 +369,84 @@ def test_configurations_that_are_not_supported_are_refused_by_name(folder, field
     assert message in text and "config.json" in text
 
 
-def test_sliding_windows_that_no_layer_uses_are_accepted(folder):
-    edit_config(folder, use_sliding_window=True, sliding_window=8, max_window_layers=2)
-    edit_config(folder, layer_types=None, something_else=False, _name_or_path="x")
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported, only None is"),
+        ("olmoe", {"head_dim": 16}, "head_dim=16 is not supported, only 8 is"),
+        ("olmoe", {"attention_bias": True}, "attention_bias=True is not supported"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "field router_jitter_noise=0.1 is not supported"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts=0 must be a positive integer"),
+        ("qwen2_moe", {"moe_intermediate_size": -1}, "moe_intermediate_size=-1 must be a positive"),
+        ("qwen3_moe", {"layer_types": ["sliding_attention"] * 2}, "is not supported, only ['full"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not supported, only 7.0 is"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported, only 1.702 is"),
+        ("gpt_oss", {"experts_per_token": 3}, "experts_per_token=3 is not supported, only 2 is"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False is not supported"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2 is not supported"),
+        ("deepseek_v3", {"n_group": 3}, "groups=3 must cut num_experts=8 into equal groups"),
+        ("deepseek_v3", {"topk_group": 1}, "top_groups=1 of 4 groups of 2 must hold top_k=3"),
+        (
+            "deepseek_v3",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config (quant_method='fp8') is not supported; save the model dequant",
+        ),
+        ("gpt_oss", {"rope_parameters": None}, "has neither rope_parameters nor rope_scaling"),
+    ],
+)
+def test_what_a_mixture_family_lacks_is_refused_by_name(name, fields, message, tmp_path):
+    folder = Path(shutil.copytree(GOLDEN / name, tmp_path / "model"))
+    edit_config(folder, **fields)
+    assert message in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "windows"),
+    [
+        ("qwen2", {"max_window_layers": 2}, [None, None, 8, 8]),
+        ("qwen3", {"max_window_layers": 4}, [None] * 4),
+        ("qwen3", {"use_sliding_window": False}, [None] * 4),
+        (
+            "qwen3",
+            {"layer_types": ["sliding_attention"] + ["full_attention"] * 3},
+            [8, *[None] * 3],
+        ),
+        ("qwen3_moe", {"max_window_layers": 2}, [8] * 4),
+        ("qwen2_moe", {"max_window_layers": 2}, [8, None, None, None]),
+        ("mixtral", {"use_sliding_window": None}, [8] * 4),
+        ("mixtral", {"use_sliding_window": None, "sliding_window": None}, [None] * 4),
+        ("gpt_oss", {"use_sliding_window": None}, [8, None, 8, None]),
+        (
+            "gpt_oss",
+            {"use_sliding_window": None, "layer_types": ["full_attention"] * 4},
+            [None] * 4,
+        ),
+    ],
+)
+def test_windows_are_those_that_transformers_sees(family, fields, windows):
+    values = {
+        "model_type": family,
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 8,
+        "rope_parameters": {"rope_type": "default"},
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        **fields,
+    }
+    config = families.read_fields(values, "config.json")
+    again = families.read_fields(families.write_fields(config), "config.json")
+    for found in (config, again):
+        assert [block.attention.window for block in found.layers] == windows
+
+
+def test_fields_that_say_nothing_are_accepted(folder):
+    edit_config(folder, something_else=False, _name_or_path="x")
     models.from_pretrained(folder)
 
 
@@ -335,10 +462,16 @@ def test_what_a_family_cannot_express_is_not_saved(tmp_path):
         ({"bias": True}, "family 'qwen3' cannot express layer 0"),
         ({"family": "qwen3_moe"}, "needs a layer with experts"),
         ({"family": "qwen3", "num_experts": 2}, "family 'qwen3' cannot express layer 0"),
+        ({"family": "mixtral", "num_experts": 2}, "family 'mixtral' cannot express layer 0"),
+        ({"family": "gpt_oss", "num_experts": 2}, "family 'gpt_oss' cannot express layer 0"),
+        ({"family": "deepseek_v3", "num_experts": 2}, "family 'deepseek_v3' cannot express Att"),
         ({"family": "mamba"}, "model_type='mamba' is not supported"),
     ]:
         with pytest.raises(ValueError, match=message):
             save(**changes)
+    latent = dataclasses.replace(models.from_pretrained(GOLDEN / "deepseek_v3")[0], family="qwen3")
+    with pytest.raises(ValueError, match="family 'qwen3' cannot express latent attention"):
+        models.save_pretrained(tmp_path, latent, models.abstract(latent))
     assert not list(tmp_path.iterdir())
 
 
@@ -353,15 +486,34 @@ def test_stored_and_back_for_any_cut():
     rng = np.random.default_rng(0)
     shape = (6, 4, 8)
     array = rng.normal(size=shape)
+    boxes = [
+        (slice(0, 6), slice(0, 4), slice(0, 8)),
+        (slice(2, 5), slice(1, 3), slice(4, 8)),
+    ]
     for weight in (weights.to_heads("w"), weights.from_heads("w")):
         stored = weight.to_stored(array)
         assert stored.shape == weight.stored_shape(shape)
-        for box in [
-            (slice(0, 6), slice(0, 4), slice(0, 8)),
-            (slice(2, 5), slice(1, 3), slice(4, 8)),
-        ]:
+        for box in boxes:
             part = stored[weight.stored_slices(shape, box)]
             assert np.array_equal(weight.from_stored(part, shape, box), array[box])
+    # Rotary pairs next to each other: all of a head, or its last four numbers.
+    for rotary, pairs in ((None, [0, 2, 4, 6, 1, 3, 5, 7]), (4, [0, 1, 2, 3, 4, 6, 5, 7])):
+        weight = dataclasses.replace(weights.to_heads("w", interleaved=True), rotary=rotary)
+        stored = weight.to_stored(array)
+        heads = stored.reshape(4, 8, 6)
+        assert np.array_equal(heads[:, pairs].transpose(2, 0, 1), array)
+        for box in boxes:
+            part = stored[weight.stored_slices(shape, box)]
+            assert np.array_equal(weight.from_stored(part, shape, box), array[box])
+    # Two that take turns along the last dimension of one array.
+    pair = array, -array
+    both = [weights.all_experts("w", 3, part=i, parts=2) for i in range(2)]
+    stored = np.stack([w.to_stored(x) for w, x in zip(both, pair, strict=True)], -1)
+    stored = stored.reshape(both[0].stored_shape(shape))
+    for weight, x in zip(both, pair, strict=True):
+        for box in boxes:
+            part = stored[weight.stored_slices(shape, box)]
+            assert np.array_equal(weight.from_stored(part, shape, box), x[box])
 
 
 def test_transformers_gets_equal_logits_from_what_is_saved(tmp_path):

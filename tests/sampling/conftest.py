@@ -33,3 +33,22 @@ def mixture():
 def prompts():
     rng = np.random.default_rng(0)
     return [rng.integers(2, 32, n).astype(np.int32) for n in (1, 3, 8, 9, 17, 5)]
+
+
+@pytest.fixture(scope="session")
+def latent():
+    """Latent attention; a dense layer, then experts in groups that corrections choose among."""
+    attention = models.LatentAttention(
+        num_heads=4, q_rank=12, kv_rank=8, nope_dim=6, rope_dim=4, value_dim=10,
+        rope_scaling=models.Yarn(4.0, 16, magnitude=0.9), scale_weight=0.8,
+    )  # fmt: skip
+    mixture = models.Experts(
+        num_experts=8, top_k=2, intermediate_size=24, scoring="sigmoid", groups=4, top_groups=2,
+        scale=2.5, correction_bias=True, shared_size=24,
+    )  # fmt: skip
+    layers = (models.Block(attention, models.Dense(48)), models.Block(attention, mixture))
+    config = models.ModelConfig(32, 32, tuple(models.Stack((b,), 1) for b in layers))
+    params = models.init(jax.random.key(2), config)
+    correction = 0.2 * jax.random.normal(jax.random.key(3), (1, 8))
+    params["stacks"][1][0]["feed_forward"]["correction"] = correction
+    return config, params

@@ -1,6 +1,8 @@
 """The engine: exact against the full forward pass, whatever the schedule."""
 
 import dataclasses
+import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +12,9 @@ import pytest
 from rljax import mesh as meshes
 from rljax import models
 from rljax.monitoring import compilations
-from rljax.sampling import Engine, SamplingParams, generate
+from rljax.sampling import Engine, SamplingParams, cache, generate
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "models"
 SAMPLING = SamplingParams(max_tokens=13, temperature=0.7, stop_token_ids=(1,))
 
 
@@ -63,7 +66,9 @@ def test_logprobs_equal_the_trainers_on_a_dense_model(dense, prompts):
     assert engine.free_pages == 2 * 8 * 8
 
 
-def test_logprobs_equal_the_trainers_on_a_mixture_with_routing_replayed(mixture, prompts):
+@pytest.mark.parametrize("name", ["mixture", "latent"])
+def test_logprobs_equal_the_trainers_on_a_mixture_with_routing_replayed(name, prompts, request):
+    mixture = request.getfixturevalue(name)
     found = run(make_engine(mixture, with_routing=True), prompts)
     worst, flips, tokens = 0.0, 0.0, 0.0
     for (p, _), response in found.items():
@@ -73,6 +78,19 @@ def test_logprobs_equal_the_trainers_on_a_mixture_with_routing_replayed(mixture,
         flips, tokens = flips + float(router.flips.sum()), tokens + float(router.tokens)
     assert worst < 1e-5
     assert flips / tokens < 0.01  # reported apart, at every step of a run
+
+
+# Windows of 3 and 5 cross the borders of pages of 4; sequences have up to 30 tokens.
+@pytest.mark.parametrize("name", ["qwen2_moe_mixed", "mixtral_window", "olmoe", "gpt_oss_yarn"])
+def test_logprobs_equal_the_trainers_in_every_mixture_family(name, prompts):
+    model = models.from_pretrained(GOLDEN / name)
+    chosen = [prompts[3], prompts[4]]
+    sampling = SamplingParams(max_tokens=13, temperature=0.7)
+    found = run(make_engine(model, with_routing=True, slots=4), chosen, 2, sampling)
+    for (p, _), response in found.items():
+        assert len(response.tokens) == 13
+        expected, _ = trainer_logp(model, chosen[p], response, 0.7, response.routing)
+        np.testing.assert_allclose(response.logp, expected, rtol=0, atol=1e-5)
 
 
 def test_greedy_is_the_argmax_of_the_full_forward(dense, prompts):
@@ -162,6 +180,22 @@ def test_a_mesh_gives_the_same(mixture, prompts, data, fsdp):
     for key, response in plain.items():
         np.testing.assert_array_equal(response.tokens, sharded[key].tokens)
         np.testing.assert_allclose(response.logp, sharded[key].logp, atol=1e-5)
+
+
+def test_a_mesh_gives_the_same_with_latent_attention(latent, prompts):
+    engine = make_engine(latent, mesh=meshes.make(data=2, fsdp=4), num_pages=128)
+    sharded, plain = run(engine, prompts), run(make_engine(latent), prompts)
+    for key, response in plain.items():
+        np.testing.assert_array_equal(response.tokens, sharded[key].tokens)
+        np.testing.assert_allclose(response.logp, sharded[key].logp, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype,itemsize", [("float32", 4), ("bfloat16", 2)])
+def test_of_latent_attention_only_latent_and_rotary_key_are_paged(latent, dtype, itemsize):
+    config = dataclasses.replace(latent[0], dtype=dtype)
+    pool = jax.eval_shape(functools.partial(cache.make_pool, config, num_pages=5, page_size=3))
+    size = sum(x.size * x.dtype.itemsize for x in pool.values())
+    assert size == 5 * 3 * (8 + 4) * itemsize * config.num_layers
 
 
 def test_a_prompt_is_prefilled_once_and_its_full_pages_are_shared(dense):

@@ -1,14 +1,19 @@
 """What is wrong ends in one clear line, or costs one sample."""
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
+from rljax import models
 from rljax.config import PRESETS, Config
+from rljax.data import CharTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from runs import ROOT, command
@@ -52,6 +57,10 @@ def base(tmp_path_factory):
         (["--cap=3", "--objective=grpo"], "cap=3.0 means nothing to objective=grpo"),
         (["--objective=dr_grpo", "--mask_truncated=True"], "means nothing to objective=dr_grpo"),
         (["--overlong_max=9", "--objective=dapo"], "longer than max_completion_length=6"),
+        (["--kl_cov=1", "--objective=cispo"], "takes the place of a clipping window"),
+        (["--router_bias_update_rate=0.001"], "have no correction bias"),
+        (["--lora_rank=2", "--lora_targets=nothing"], "'nothing' names no matrix of the model"),
+        (["--objective=distillation"], "distillation needs a teacher"),
         (["--rewards=nope.py:f"], "nope.py"),
         (["--top_p=0.9"], "train with top_p=1"),
         (["--resume=must"], "holds no run"),
@@ -81,6 +90,56 @@ def test_a_reward_function_that_raises_costs_samples_not_the_run(base, tmp_path)
     rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(r.get("reward/invalid_frac", 0) for r in rows) > 0
     assert "picky" in err  # a line says which function lost how many samples
+
+
+def test_distillation_moves_the_policy_to_its_teacher(base, tmp_path):
+    """And with what any objective may have beside: an entropy bonus and Clip-Cov."""
+    size = CharTokenizer("0123456789+=").vocab_size
+    teacher = dataclasses.replace(models.PRESETS["tiny-moe"](), vocab_size=size)
+    params = models.init(jax.random.key(7), teacher)
+    params["embed"] *= 8  # sharp enough to be told from the policy
+    models.save_pretrained(tmp_path / "teacher", teacher, params)
+    process = command(
+        tmp_path / "run", f"--data={base}/data.jsonl", "--sft_target=0", "--objective=distillation",
+        f"--teacher={tmp_path}/teacher", "--learning_rate=0.01", "--num_generations=1",
+        "--prompts_per_step=32", "--steps=60", "--clip_cov=0.01", "--warmup_steps=1",
+        "--entropy_coef=0.001",
+    )  # fmt: skip
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    gaps = [r["policy/kl_teacher"] for r in rows[1:]]
+    assert sum(gaps[-8:]) < 0.6 * sum(gaps[:8])
+
+
+def test_adapters_are_trained_resumed_compared_with_their_base_and_exported(base, tmp_path):
+    flags = [
+        f"--data={base}/data.jsonl", "--objective=grpo", "--sft_target=0", "--lora_rank=2",
+        "--lora_targets", "attention/q", "down", "--warmup_steps=1", "--save_every=1",
+        "--lr_schedule=constant",
+    ]  # fmt: skip
+    cache = tmp_path / "cache"
+
+    def run(name, steps):
+        export = tmp_path / f"{name}{steps}"
+        process = command(
+            tmp_path / name, *flags, f"--steps={steps}", f"--export={export}", cache=cache
+        )
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        return models.from_pretrained(export)
+
+    _, start = run("broken", 1)
+    _, once = run("broken", 3)
+    config, whole = run("whole", 3)
+    jax.tree.map(np.testing.assert_array_equal, once, whole)
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), start, whole)
+    names = jax.tree.leaves(models.names(config))
+    moved = [n for n, c in zip(names, jax.tree.leaves(changed), strict=True) if c]
+    assert moved == ["stacks/0/0/attention/q", "stacks/0/0/feed_forward/down"]
+    rows = [json.loads(x) for x in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
+    assert 0 < rows[2]["policy/kl_ref"] < rows[3]["policy/kl_ref"]
+    assert max(r.get("mismatch/logp_diff_max", 0) for r in rows) < 1e-5
 
 
 def test_a_run_goes_on_with_its_reference_and_refuses_another_configuration(base, tmp_path):
@@ -134,8 +193,6 @@ def test_presets_are_valid_and_documented(name):
 @pytest.mark.smoke
 def test_every_field_is_read_somewhere():
     """An option that nothing reads does nothing."""
-    import dataclasses
-
     source = "".join(p.read_text() for p in (ROOT / "rljax").rglob("*.py") if p.name != "config.py")
     own = (ROOT / "rljax" / "config.py").read_text().split("def check")[1]
     objective = {f.name for f in dataclasses.fields(Config().objective)}

@@ -5,11 +5,13 @@ import typing
 
 import pytest
 
+from experiments.flags import parse
 from rljax import losses as L
 from rljax.config import Config, ObjectiveName, ObjectiveSettings
 from rljax.training.setup import make_objective
 
 GIVEN = {"old", "rollout", "ref", "entropy", "old_entropy", "components", "values"}
+GIVEN |= {"teacher", "batch_stats"}
 
 
 def build(**flags):
@@ -31,6 +33,29 @@ def test_flags_are_the_arguments():
     assert build(objective="gdpo") == L.gdpo(reward_weights=(1.0,))
     corrected = build(objective="grpo", truncated_is=2.0)
     assert corrected.corrections == (L.truncated_is(cap=2.0),)
+
+
+def test_parts_that_any_objective_may_have():
+    both = build(objective="grpo", beta=0.0, top_entropy=0.2, clip_cov=1e-3, entropy_coef=0.1)
+    assert both.masks == (L.top_entropy(0.2),)
+    assert both.regularisers == (L.entropy_bonus(0.1), L.clip_cov(fraction=1e-3))
+    adaptive = build(objective="gspo", entropy_target=1.5, entropy_coef=0.1)
+    assert adaptive.regularisers == (L.adaptive_entropy(1.5, initial=0.1),)
+    covariance = build(objective="dapo", kl_cov=1.0)
+    assert covariance.regularisers == (L.kl_cov(coef=1.0),)
+    assert covariance.policy == L.chain(L.token_ratio(), L.policy_gradient())
+
+
+@pytest.mark.parametrize("name", typing.get_args(ObjectiveName))
+def test_a_preset_keeps_the_window_of_its_own_objective_to_itself(name):
+    _, config = parse([f"--objective={name}"], "train")
+    settings = config.objective
+    if name == "gspo":
+        assert (settings.clip_low, settings.clip_high) == (0.03, 0.04)
+    else:
+        assert settings == ObjectiveSettings(objective=name)
+    _, config = parse(["--objective", name, "--truncated_is=3"], "train")
+    assert config.objective == dataclasses.replace(settings, truncated_is=3.0)
 
 
 def test_a_flag_that_means_nothing_is_refused():

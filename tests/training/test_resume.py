@@ -17,6 +17,11 @@ from runs import command
 _TIMES = ("time", "perf/", "perf_")
 
 
+def start(run_dir, *extra, **options):
+    """With an objective that remembers something from step to step."""
+    return command(run_dir, "--entropy_target=9", *extra, **options)
+
+
 def last_state(run_dir):
     places = sorted((run_dir / "checkpoints").iterdir(), key=lambda p: int(p.name))
     with ocp.StandardCheckpointer() as reader:
@@ -50,15 +55,15 @@ def runs(tmp_path_factory):
     """An unbroken run, and one killed twice."""
     base = tmp_path_factory.mktemp("runs")
     cache = base / "cache"
-    whole = command(base / "whole", cache=cache)
+    whole = start(base / "whole", cache=cache)
     out, err = whole.communicate(timeout=600)
     assert whole.returncode == 0, err
     for step in (1, 4):
-        broken = command(base / "broken", cache=cache)
+        broken = start(base / "broken", cache=cache)
         wait_for_step(broken, base / "broken", step)
         broken.send_signal(signal.SIGKILL)
         broken.wait()
-    ended = command(base / "broken", cache=cache)
+    ended = start(base / "broken", cache=cache)
     out_again, err = ended.communicate(timeout=600)
     assert ended.returncode == 0, err
     return base, json.loads(out.splitlines()[-1]), json.loads(out_again.splitlines()[-1]), err
@@ -68,6 +73,7 @@ def test_final_parameters_are_equal_bit_for_bit(runs):
     base, *_ = runs
     (step, one), (step_again, other) = (last_state(base / n) for n in ("whole", "broken"))
     assert step == step_again == 6
+    assert one["objective"]["entropy_coef"] > 5e-3  # what the objective remembers is there too
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
@@ -98,7 +104,7 @@ def test_mismatch_is_reported_at_every_step_and_is_rounding(runs):
 
 def test_eight_devices_by_one_flag_give_the_same_curve(runs, tmp_path):
     base, *_ = runs
-    sharded = command(tmp_path / "run", "--mesh=data=2,fsdp=4", "--steps=2", devices=8)
+    sharded = start(tmp_path / "run", "--mesh=data=2,fsdp=4", "--steps=2", devices=8)
     _, err = sharded.communicate(timeout=600)
     assert sharded.returncode == 0, err
     for one, other in zip(lines(base / "whole")[:3], lines(tmp_path / "run"), strict=True):
@@ -114,7 +120,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(run
     for file in place.rglob("*"):
         if file.is_file():
             file.write_bytes(b"damaged")
-    again = command(base / "broken", cache=base / "cache")
+    again = start(base / "broken", cache=base / "cache")
     _, err = again.communicate(timeout=600)
     assert again.returncode == 0, err
     assert "checkpoint of step 6 cannot be read" in err

@@ -1,5 +1,7 @@
 """The optimizer step: exact under micro-batching and on a mesh; bad gradients are skipped."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,12 +40,22 @@ def make_batch():
     )
 
 
-def step(objective, mesh, parts=1, batch=None):
+def step(objective, mesh, parts=1, batch=None, lora=None, replay=True):
     optimizer = states.make_optimizer(SETTINGS, 100)
-    params = models.init(jax.random.key(0), CONFIG, mesh=mesh)
-    state = states.create(params, optimizer, mesh)
+    params, base = models.init(jax.random.key(0), CONFIG, mesh=mesh), None
+    if lora is not None:
+        params, base = models.init_adapters(jax.random.key(1), CONFIG, lora, mesh), params
+    state = states.create(params, optimizer, objective, mesh)
+    state = dataclasses.replace(state, base=base)
     update = updates.make_update(
-        CONFIG, objective, optimizer, temperature=0.8, most_wanted=6, parts=parts, replay=True
+        CONFIG,
+        objective,
+        optimizer,
+        temperature=0.8,
+        most_wanted=6,
+        parts=parts,
+        replay=replay,
+        lora=lora,
     )
     with jax.set_mesh(mesh):
         rows, _ = objective.prepare(meshes.shard_rows(batch or make_batch(), mesh))
@@ -58,22 +70,47 @@ def one_device():
 OBJECTIVES = {
     "gspo": L.gspo(clip_low=0.1, clip_high=0.2),
     "dapo": L.dapo(overlong_max=6, overlong_cache=3),
+    # Terms that look at the whole optimizer batch first, and one that keeps state.
+    "cov": L.Objective(
+        L.group_normalize(),
+        L.chain(L.token_ratio(), L.policy_gradient()),
+        L.token_mean(),
+        regularisers=(
+            L.kl_cov(fraction=0.2),
+            L.clip_cov(fraction=0.2, low=0.0),
+            L.adaptive_entropy(target=2.9, initial=0.02),
+        ),
+    ),
 }
+# The load is known from the routing that is replayed, or found by a pass over all rows.
+for name in ("balanced", "balanced anew"):
+    balance = L.router_balance(0.5)
+    OBJECTIVES[name] = dataclasses.replace(L.grpo(beta=0.0), regularisers=(balance,))
 
 
-@pytest.fixture(scope="module", params=OBJECTIVES)
+LORA = models.Lora(rank=2, alpha=4.0)
+
+
+@pytest.fixture(scope="module", params=[*OBJECTIVES, "adapters"])
 def whole(request):
-    objective = OBJECTIVES[request.param]
-    return objective, step(objective, one_device())
+    objective = OBJECTIVES.get(request.param, L.grpo(beta=0.0))
+    options = {"lora": LORA} if request.param == "adapters" else {}
+    if request.param == "balanced":
+        batch = make_batch()
+        routing = np.random.default_rng(1).permuted(np.tile(np.arange(4), (B, T, 1, 1)), axis=-1)
+        options["batch"] = batch.replace(routing=routing[..., :2].astype(np.int32))
+    if request.param == "balanced anew":
+        options["replay"] = False
+    return (objective, options), step(objective, one_device(), **options)
 
 
 @pytest.mark.parametrize("devices,parts", [(1, 4), (8, 1), (4, 2)])
 def test_micro_batches_and_devices_change_nothing(whole, devices, parts):
-    objective, (expected, numbers, sums) = whole
+    (objective, options), (expected, numbers, sums) = whole
     mesh = one_device()
     if devices > 1:
         mesh = meshes.make(data=2, fsdp=devices // 2, devices=jax.devices()[:devices])
-    state, found, router = step(objective, mesh, parts)
+    state, found, router = step(objective, mesh, parts, **options)
     moments, others = state.opt_state[1][0].mu, expected.opt_state[1][0].mu
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-7), moments, others
@@ -89,12 +126,27 @@ def test_micro_batches_and_devices_change_nothing(whole, devices, parts):
     for name, value in numbers.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
     np.testing.assert_array_equal(router.load, sums.load)
+    jax.tree.map(np.testing.assert_array_equal, state.objective, expected.objective)
+
+
+def test_adapters_train_alone():
+    mesh = one_device()
+    before = models.init(jax.random.key(0), CONFIG, mesh=mesh)
+    state, _, _ = step(L.grpo(beta=0.0), mesh, lora=LORA)
+    jax.tree.map(np.testing.assert_array_equal, state.base, before)
+    # From b = 0 the first step moves b alone, by about the learning rate.
+    start = models.init_adapters(jax.random.key(1), CONFIG, LORA)
+    for name, pair in state.params.items():
+        np.testing.assert_array_equal(pair["a"], start[name]["a"])
+        assert 0 < np.abs(pair["b"]).max() <= 1.01 * SETTINGS.learning_rate
+    moments = sum(x.size for x in jax.tree.leaves(state.opt_state))
+    assert moments < 2.1 * sum(x.size for x in jax.tree.leaves(state.params))
 
 
 def test_parameters_and_moments_are_split_over_fsdp():
     mesh = meshes.make(fsdp=8)
     params = models.init(jax.random.key(0), CONFIG, mesh=mesh)
-    state = states.create(params, states.make_optimizer(SETTINGS, 100), mesh)
+    state = states.create(params, states.make_optimizer(SETTINGS, 100), L.grpo(), mesh)
     moments = state.opt_state[1][0].mu
     for tree in (state.params, moments):
         for leaf in (tree["embed"], tree["stacks"][0][0]["feed_forward"]["gate"]):
@@ -151,3 +203,33 @@ def test_sizes_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="micro_batch_size=3 must divide the 8"):
         updates.micro_batches(16, 2, 3)
     assert updates.micro_batches(16, 2, 2) == 4
+
+
+def test_correction_biases_follow_the_load():
+    mixture = models.Experts(4, 2, 24, scoring="sigmoid", correction_bias=True)
+    attention = models.Attention(num_heads=2, num_kv_heads=2, head_dim=8)
+    blocks = (models.Block(attention, models.Dense(24)), models.Block(attention, mixture))
+    config = models.ModelConfig(16, 16, (models.Stack(blocks, 2),), family="deepseek_v3")
+    mesh, objective = one_device(), L.grpo(beta=0.0)
+    settings = dataclasses.replace(SETTINGS, weight_decay=0.1)
+    optimizer = states.make_optimizer(settings, 100)
+    batch = make_batch().replace(routing=None)
+
+    def run(rate):
+        params = models.init(jax.random.key(0), config, mesh=mesh)
+        params["stacks"][0][1]["feed_forward"]["correction"] += 0.5
+        state = states.create(params, optimizer, objective, mesh)
+        update = updates.make_update(
+            config, objective, optimizer, temperature=1.0, most_wanted=6, bias_rate=rate
+        )
+        with jax.set_mesh(mesh):
+            state, _, router = update(state, objective.prepare(meshes.shard_rows(batch, mesh))[0])
+        layers = state.params["stacks"][0]
+        return layers[1]["feed_forward"].pop("correction"), state.params, np.asarray(router.load)
+
+    still, others, load = run(0.0)
+    np.testing.assert_array_equal(still, np.full((2, 4), 0.5))  # no gradient, and no decay
+    moved, same, _ = run(0.01)
+    np.testing.assert_allclose(moved, 0.5 + 0.01 * np.sign(load.mean(1, keepdims=True) - load))
+    assert (moved != still).any()
+    jax.tree.map(np.testing.assert_array_equal, others, same)

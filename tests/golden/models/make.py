@@ -1,6 +1,6 @@
 """Makes the golden files of this folder with torch 2.13 and transformers 5.24.
 
-    python tests/golden/models/make.py                          the tiny models
+    python tests/golden/models/make.py                          the tiny models and yarn.json
     python tests/golden/models/make.py --smollm2 MODEL.gguf     smollm2.json (accelerate, gguf)
 
 Each folder holds a tiny random model as transformers saves it, and `expected.json`:
@@ -8,19 +8,25 @@ Each folder holds a tiny random model as transformers saves it, and `expected.js
 `gradients` are of the summed -log p of each row's tokens after the first: for every weight its
 norm and its dot product with cos(0, 1, 2, ...).
 
+`yarn.json` holds, for rotary parameters with and without each option, the frequencies of a head of
+32 and the factor of cosines and sines.
+
 `names.json` holds the names and shapes of weights that transformers 5.24 saves for one layer of
-each family; `{e}` stands for every expert.
+each kind in each family; `{e}` stands for every expert.
 """
 
 import argparse
 import json
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 HERE = Path(__file__).parent
 BASE = {
@@ -33,7 +39,16 @@ BASE = {
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-5,
 }
-MOE = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 12,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -61,14 +76,157 @@ MODELS = {
         },
         torch.float32,
     ),
-    "qwen3_moe": ("Qwen3Moe", {**BASE, **MOE, "norm_topk_prob": True}, torch.bfloat16),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**BASE, **MOE, "head_dim": 8, "norm_topk_prob": True},
+        torch.bfloat16,
+    ),
     "qwen3_moe_mixed": (
         "Qwen3Moe",
-        {**BASE, **MOE, "num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts_per_tok": 3},
+        {
+            **BASE,
+            **MOE,
+            "head_dim": 8,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "num_experts_per_tok": 3,
+        },
+        torch.bfloat16,
+    ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {**BASE, **MOE, "shared_expert_intermediate_size": 20},
+        torch.bfloat16,
+    ),
+    "qwen2_moe_mixed": (
+        "Qwen2Moe",
+        {
+            **BASE,
+            **MOE,
+            "shared_expert_intermediate_size": 8,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+        },
+        torch.bfloat16,
+    ),
+    "mixtral": ("Mixtral", {**BASE, **LOCAL}, torch.bfloat16),
+    "mixtral_window": (
+        "Mixtral",
+        {
+            **BASE,
+            **LOCAL,
+            "num_experts_per_tok": 3,
+            "head_dim": 12,
+            "sliding_window": 5,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        torch.bfloat16,
+    ),
+    "olmoe": (
+        "Olmoe",
+        {**BASE, **LOCAL, "num_experts": 4, "num_key_value_heads": 4},
+        torch.bfloat16,
+    ),
+    "olmoe_grouped": (
+        "Olmoe",
+        {
+            **BASE,
+            **LOCAL,
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+        },
+        torch.bfloat16,
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **BASE,
+            **LOCAL,
+            "head_dim": 8,
+            "sliding_window": 5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        torch.bfloat16,
+    ),
+    "gpt_oss_yarn": (
+        "GptOss",
+        {
+            **BASE,
+            **LOCAL,
+            "head_dim": 16,
+            "num_experts_per_tok": 3,
+            "num_hidden_layers": 3,
+            "sliding_window": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "attention_bias": False,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "truncate": False,
+            },
+        },
+        torch.bfloat16,
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **BASE,
+            **LATENT,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.9,
+            },
+        },
+        torch.bfloat16,
+    ),
+    "deepseek_v3_direct": (
+        "DeepseekV3",
+        {
+            **BASE,
+            **LATENT,
+            "first_k_dense_replace": 0,
+            "q_lora_rank": None,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+        },
         torch.bfloat16,
     ),
 }
 LENGTHS = (12, 7, 5)
+PLACES, WINDOW_PLACES = [0, 1, 5, 6, 20, 50], [20, 21, 22, 23, 24, 25]
+YARN = (
+    {"factor": 4.0, "original_max_position_embeddings": 64},
+    {"factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0},
+    {"factor": 40, "original_max_position_embeddings": 4096, "mscale": 0.5, "mscale_all_dim": 0.9},
+    {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+    {"factor": 8.0, "original_max_position_embeddings": 128, "beta_fast": 16, "beta_slow": 2},
+    {"factor": 8.0, "original_max_position_embeddings": 128, "mscale_all_dim": 0.9},
+    {"factor": 8.0, "attention_factor": 0.7, "mscale": 0.5, "mscale_all_dim": 0.9},
+)
 
 
 def make_model(name: str) -> None:
@@ -80,7 +238,13 @@ def make_model(name: str) -> None:
         for key, p in model.named_parameters():
             spread = torch.randn_like(p)
             norm, embedding = key.endswith("norm.weight"), "embed_tokens" in key
-            p.copy_(1 + 0.3 * spread if norm else spread * (0.3 if embedding else 0.2))
+            # Large enough that gpt-oss clamps some of what its experts compute.
+            clamped = kind == "GptOss" and "gate_up_proj" in key
+            scale = 0.6 if clamped else 0.3 if embedding else 0.2
+            p.copy_(1 + 0.3 * spread if norm else spread * scale)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     folder = HERE / name
     shutil.rmtree(folder, ignore_errors=True)
     model.to(dtype).save_pretrained(folder)
@@ -89,7 +253,9 @@ def make_model(name: str) -> None:
 
     rng = np.random.default_rng(0)
     rows = [(rng.integers(0, 48, n).tolist(), list(range(n))) for n in LENGTHS]
-    rows.append((rng.integers(0, 48, 6).tolist(), [0, 1, 5, 6, 20, 50]))
+    # transformers measures windows in tokens, not in positions: those of gaps would differ.
+    windows = fields.get("sliding_window")
+    rows.append((rng.integers(0, 48, 6).tolist(), WINDOW_PLACES if windows else PLACES))
     logits = []
     for tokens, positions in rows:
         out = model(
@@ -100,17 +266,15 @@ def make_model(name: str) -> None:
         logp = torch.log_softmax(out, -1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])
         (-logp.sum()).backward()
         logits.append([[float(f"{v:.8g}") for v in row] for row in out.tolist()])
-    # One gradient for each weight of the file: experts are fused in memory.
-    grads = {k: p.grad for k, p in model.named_parameters()}
-    for key in [k for k in grads if ".experts." in k]:
-        fused = grads.pop(key)
-        for e in range(fused.shape[0]):
-            parts = {"down_proj": fused[e]}
-            if key.endswith("gate_up_proj"):
-                half = fused.shape[1] // 2
-                parts = {"gate_proj": fused[e, :half], "up_proj": fused[e, half:]}
-            stem = key.rsplit(".", 1)[0]
-            grads.update({f"{stem}.{e}.{part}.weight": g for part, g in parts.items()})
+    # Saved as if they were the weights, so that there is one for each weight of the file: in
+    # memory experts are fused.
+    with torch.no_grad(), tempfile.TemporaryDirectory() as saved:
+        for p in model.parameters():
+            p.copy_(p.grad)
+        for buffer in model.buffers():
+            buffer.zero_()
+        model.save_pretrained(saved)
+        grads = load_file(Path(saved) / "model.safetensors")
     gradients = {}
     for key, g in sorted(grads.items()):
         flat = g.double().reshape(-1)
@@ -123,6 +287,19 @@ def make_model(name: str) -> None:
     }
     (folder / "expected.json").write_text(json.dumps(expected) + "\n")
     print(name, {f.name: f.stat().st_size for f in sorted(folder.iterdir())})
+
+
+def make_yarn() -> None:
+    cases = []
+    for case in YARN:
+        fields = {"rope_type": "yarn", "rope_theta": 150_000.0, **case}
+        config = transformers.Qwen3Config(
+            head_dim=32, max_position_embeddings=256, rope_parameters=dict(fields)
+        )
+        inverse, magnitude = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+        found = [float(f"{x:.8g}") for x in inverse.tolist()]
+        cases.append({"fields": fields, "magnitude": magnitude, "frequencies": found})
+    (HERE / "yarn.json").write_text(json.dumps(cases, indent=1) + "\n")
 
 
 def make_smollm2(file: Path) -> None:
@@ -160,5 +337,6 @@ if __name__ == "__main__":
     if args.smollm2:
         make_smollm2(args.smollm2)
     else:
+        make_yarn()
         for name in MODELS:
             make_model(name)
