@@ -50,8 +50,8 @@ def make(*, devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
       **sizes: The size of each axis that is not 1, such as `data=2, fsdp=4`.
 
     Raises:
-      ValueError: An axis is unknown, a size is below 1, or the product of the sizes is not
-        the number of devices.
+      ValueError: An axis is unknown, a size is below 1, there are stages, or the product of the
+        sizes is not the number of devices.
     """
     unknown = sorted(set(sizes) - set(AXES))
     if unknown:
@@ -59,14 +59,21 @@ def make(*, devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"mesh axis {name}={size} must be at least 1")
+    if sizes.get("stage", 1) > 1:
+        raise ValueError(
+            f"mesh axis stage={sizes['stage']}: layers do not run as a pipeline; leave it at 1 and "
+            "split weights over fsdp, tensor or expert"
+        )
     devices = list(jax.devices() if devices is None else devices)
     shape = tuple(sizes.get(name, 1) for name in AXES)
-    if math.prod(shape) != len(devices):
+    total, given = math.prod(shape), len(devices)
+    if total != given:
         asked = ",".join(f"{n}={s}" for n, s in sizes.items()) or "all axes 1"
-        raise ValueError(
-            f"mesh {asked} needs {math.prod(shape)} devices, got {len(devices)}; change a size "
-            "until the product fits, or pass fewer devices"
+        fits = [f"{n}={s * given // total}" for n, s in sizes.items() if s * given % total == 0]
+        mend = (
+            f"{' or '.join(fits)} would fit" if fits else f"choose sizes whose product is {given}"
         )
+        raise ValueError(f"mesh {asked} needs {total} devices, got {given}; {mend}")
     grid = np.asarray(devices).reshape(shape)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -131,11 +138,11 @@ def sharding(
             )
         if size % ways:
             fits = [n for n in range(1, size + 1) if size % n == 0]
-            below = max(n for n in fits if n <= ways)
-            above = min((n for n in fits if n >= ways), default=size)
+            below, above = [n for n in fits if n < ways][-1:], [n for n in fits if n > ways][:1]
+            near = " and ".join(f"{target}={n}" for n in below + above)
             raise ValueError(
                 f"{name}: axis {logical!r} of size {size} does not divide over mesh axis "
-                f"{target}={ways}; the nearest sizes that do are {below} and {above}"
+                f"{target}={ways}; the nearest that divide it: {near}"
             )
         spec.append(target)
     return NamedSharding(mesh, P(*spec))

@@ -43,6 +43,9 @@ def test_make_has_all_axes_of_type_auto():
     [
         ({"model": 8}, "mesh axis 'model' is unknown; the axes are data, fsdp, expert"),
         ({"data": 0, "fsdp": 8}, "mesh axis data=0 must be at least 1"),
+        ({"fsdp": 4, "stage": 2}, "mesh axis stage=2: layers do not run as a pipeline; leave it"),
+        ({"fsdp": 3, "expert": 2}, "fsdp=3,expert=2 needs 6 devices, got 8; fsdp=4 would fit"),
+        ({"fsdp": 3, "expert": 3}, "needs 9 devices, got 8; choose sizes whose product is 8"),
         ({"data": 2, "fsdp": 2}, "mesh data=2,fsdp=2 needs 4 devices, got 8; change a size"),
         ({}, "mesh all axes 1 needs 1 devices, got 8"),
     ],
@@ -90,8 +93,8 @@ def test_sharding_maps_logical_axes_through_the_rules():
             (10, 4),
             ("embed", None),
             meshes.TRAIN_RULES,
-            "w: axis 'embed' of size 10 does not divide over mesh axis fsdp=8; the nearest sizes "
-            "that do are 5 and 10",
+            "w: axis 'embed' of size 10 does not divide over mesh axis fsdp=8; the nearest that "
+            "divide it: fsdp=5 and fsdp=10",
         ),
         ((8,), ("width",), meshes.TRAIN_RULES, "w: logical axis 'width' has no rule"),
         (
@@ -119,11 +122,27 @@ def test_every_parameter_has_a_rule_and_a_shard():
         assert split == (2, 2, 8 if rules is meshes.TRAIN_RULES else 16, 6)
         heads = layer["attention"]["k"].shard_shape(shape["attention"]["k"].shape)
         assert heads == (2, 8 if rules is meshes.TRAIN_RULES else 16, 1, 4)
-    with pytest.raises(ValueError, match="stacks/0/0/attention/k: axis 'kv_heads' of size 2 does"):
-        models.shardings(CONFIG, meshes.make(tensor=8))
+    # In the order of the tree: the first parameter that does not fit is named.
+    for sizes, message in (
+        (
+            {"tensor": 8},
+            "stacks/0/0/attention/k: axis 'kv_heads' of size 2 does not divide over mesh axis "
+            "tensor=8; the nearest that divide it: tensor=2$",
+        ),
+        (
+            {"expert": 8},
+            "stacks/0/0/feed_forward/down: axis 'experts' of size 4 does not divide over mesh "
+            "axis expert=8; the nearest that divide it: expert=4$",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            models.shardings(CONFIG, meshes.make(**sizes))
+    twice = {**meshes.TRAIN_RULES, "mlp": "fsdp"}
+    with pytest.raises(ValueError, match="feed_forward/down: mesh axis 'fsdp' would split two dim"):
+        models.shardings(CONFIG, meshes.make(fsdp=4, tensor=2), twice)
 
 
-def test_rows_are_split_over_data_and_fsdp():
+def test_rows_are_split_over_data_fsdp_and_expert():
     mesh = meshes.make(data=2, fsdp=2, tensor=2)
     assert meshes.batch_shards(mesh) == 4 and meshes.batch_shards(None) == 1
     tree = {"a": np.arange(8), "b": np.ones((4, 3))}
@@ -135,6 +154,21 @@ def test_rows_are_split_over_data_and_fsdp():
         meshes.shard_rows(np.ones(6), mesh)
     whole = jax.device_put(np.ones(6), meshes.replicated(mesh))
     assert whole.sharding.is_fully_replicated
+
+
+def test_fit_splits_what_divides():
+    assert meshes.fit((8, 12), meshes.BATCH_AXES, "context") == P(None, None)
+    with jax.set_mesh(meshes.make(data=2, expert=2, context=2)):
+        for shape, spec in {
+            (8, 12): P(("data", "expert"), "context"),
+            (6, 12): P("data", "context"),  # not over expert: 3 rows are left
+            (3, 7): P(None, None),
+        }.items():
+            assert meshes.fit(shape, meshes.BATCH_AXES, "context") == spec
+        assert meshes.axes_of(P(("data", "expert"), None, "context")) == (
+            "data", "expert", "context",
+        )  # fmt: skip
+    assert meshes.axes_of(P()) == ()
 
 
 def test_constrain_rows():

@@ -146,7 +146,7 @@ def score(run: Run, groups: list[ScoredGroup], clock: Clock) -> Batch:
     prompt = run.config.data.max_prompt_length
     longest = prompt + run.config.rollout.max_completion_length
     need = max(len(g.prompt.tokens) + len(r.tokens) for g in groups for r in g.responses)
-    batch: Batch = meshes.shard_rows(make_batch(groups, _length(need, longest)), run.mesh)
+    batch: Batch = meshes.shard_rows(make_batch(groups, _length(run, need, longest)), run.mesh)
     with clock.measure("perf/score_s"):
         shared = _shared(run, batch)
         if _needs_scores(run):
@@ -185,17 +185,21 @@ def _shared(run: Run, batch: Batch | Rows) -> tuple[int, int] | None:
     mask, segments = np.asarray(batch.mask), np.asarray(batch.segments)
     start, total = mask.argmax(1), (segments > 0).sum(1)
     data, rollout = run.config.data, run.config.rollout
-    prompt = _length(int(start.max()), data.max_prompt_length)
-    response = _length(int((total - start).max()), rollout.max_completion_length)
+    prompt = _length(run, int(start.max()), data.max_prompt_length)
+    response = _length(run, int((total - start).max()), rollout.max_completion_length)
     group, row = rollout.num_generations, prompt + rollout.num_generations * response
     few = row <= 0.8 * group * mask.shape[1]
     return (prompt, response) if few and row <= _LONGEST_SHARED else None
 
 
-def _length(need: int, longest: int) -> int:
-    """One of at most four lengths, not less than 8 apart, so that few shapes are compiled."""
+def _length(run: Run, need: int, longest: int) -> int:
+    """One of at most four lengths, not less than 8 apart, so that few shapes are compiled.
+
+    Each divides over the context axis, so that rows can be split along it.
+    """
     step = max(-(-longest // 4), 8)
-    return min(-(-need // step) * step, longest)
+    length, parts = min(-(-need // step) * step, longest), run.mesh.shape["context"]
+    return -(-length // parts) * parts
 
 
 def learn(run: Run, rows: Rows, stats: Metrics, clock: Clock) -> Metrics:

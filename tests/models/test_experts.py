@@ -2,13 +2,17 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from rljax_kernels import grouped_matmul as gmm
 
+from rljax import mesh as meshes
 from rljax.models import Experts, experts
 
 N, D, F, E, K = 96, 8, 6, 8, 2
@@ -96,6 +100,108 @@ def test_equals_the_loop_in_values_and_gradients(
                 dp[name][e], want_dp[name][e], atol=1e-5 * scale, err_msg=f"{name} of expert {e}"
             )
         assert (np.asarray(dp[name])[~used] == 0).all()
+
+
+AXES = {
+    **dict.fromkeys(("gate", "up"), P("expert", None, "tensor")),
+    **dict.fromkeys(("gate_bias", "up_bias", "down"), P("expert", "tensor")),
+    "down_bias": P("expert"),
+}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def run_parallel(mesh, exchange, params, x, weights, chosen, cotangent):
+    """As `run`, over a mesh that splits tokens and experts."""
+    rows = P(("fsdp", "expert"))
+
+    def f(params, x, weights):
+        local = functools.partial(experts.parallel_experts, activation="clamped", exchange=exchange)
+        specs = ({name: AXES[name] for name in params}, rows, rows, rows)
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=rows)(
+            params, x, chosen, weights
+        )
+
+    out, pull = jax.vjp(f, params, x, weights)
+    return out, *pull(cotangent)
+
+
+@pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
+@pytest.mark.parametrize("sizes", [{"expert": 4}, {"fsdp": 2, "expert": 2, "tensor": 2}])
+def test_experts_on_other_devices_are_met_without_loss(arrays, exchange, sizes):
+    params, x, weights, choices, cotangent = arrays
+    params = params["clamped"]
+    devices = jax.devices()[: math.prod(sizes.values())]
+    mesh = meshes.make(devices=devices, **sizes)
+    norms = []
+    for chosen in choices.values():
+        given = params, x, weights, chosen, cotangent
+        out, dp, dx, dw = run_parallel(mesh, exchange, *given)
+        want, want_dp, want_dx, want_dw = run("loop", None, *given, "clamped")
+        np.testing.assert_allclose(out, want, atol=2e-5)
+        np.testing.assert_allclose(dx, want_dx, atol=1e-4)
+        np.testing.assert_allclose(dw, want_dw, atol=1e-4)
+        used = np.isin(np.arange(E), np.asarray(chosen))
+        for name in params:
+            for e in range(E):
+                scale = max(1, np.abs(want_dp[name][e]).max())
+                np.testing.assert_allclose(
+                    dp[name][e], want_dp[name][e], atol=1e-5 * scale, err_msg=f"{name} of {e}"
+                )
+            assert (np.asarray(dp[name])[~used] == 0).all()
+        norms.append(float(optax.global_norm(dp) / optax.global_norm(want_dp)))
+    np.testing.assert_allclose(norms, 1, rtol=1e-6)
+
+
+def test_tokens_are_sent_where_that_moves_less(monkeypatch):
+    choice = jnp.zeros((512, K), jnp.int32)
+    assert experts._cheaper_exchange(choice, 8) == "gather"  # the dense exchange of CPU
+    monkeypatch.setattr(experts, "_ragged_exchange", lambda: True)
+    assert experts._cheaper_exchange(choice, 8) == "all_to_all"
+    assert experts._cheaper_exchange(choice, K) == "gather"
+    assert experts._cheaper_exchange(choice[:64], 8) == "gather"
+
+
+def test_the_ragged_exchange_sends_each_row_to_its_slot(monkeypatch):
+    """As the program that XLA on CPU has not got is asked, by hand."""
+    mesh = meshes.make(expert=4, devices=jax.devices()[:4])
+    asked = []
+
+    def ragged(rows, out, starts, sent, into, awaited, *, axis_name):
+        asked.append((rows.shape, axis_name))
+        every = [jax.lax.all_gather(a, axis_name) for a in (rows, starts, sent, into)]
+        me = jax.lax.axis_index(axis_name)
+        for peer in range(4):
+            theirs, begin, count, place = (a[peer] for a in every)
+            step = jnp.arange(rows.shape[0])
+            source = jnp.where(step < count[me], begin[me] + step, rows.shape[0])
+            piece = theirs.at[source].get(mode="fill", fill_value=0)
+            target = jnp.where(step < count[me], place[me] + step, rows.shape[0])
+            out = out.at[target].set(piece, mode="drop")
+        return out
+
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged)
+    rng = np.random.default_rng(0)
+    counts = rng.integers(0, 4, (4, 4)).astype(np.int32)  # [from, to]
+    filled = np.arange(3) < counts[:, :, None]
+    rows = np.where(filled[..., None], rng.normal(size=(4, 4, 3, 2)), 0).astype(np.float32)
+    found = {}
+    for is_ragged in (False, True):
+        monkeypatch.setattr(experts, "_ragged_exchange", lambda answer=is_ragged: answer)
+
+        def f(rows, sent, awaited):
+            def local(rows, sent, awaited):
+                return experts._swap(rows[0].reshape(12, 2), sent[0], awaited[0])[None]
+
+            e = P("expert")
+            mapped = jax.shard_map(local, mesh=mesh, in_specs=(e, e, e), out_specs=e)
+            return mapped(rows, sent, awaited)
+
+        out, pull = jax.vjp(jax.jit(f), rows, counts, counts.T)
+        found[is_ragged] = out, pull(out)[0]
+    assert set(asked) == {((12, 2), "expert")}
+    np.testing.assert_array_equal(found[True][0], found[False][0])
+    np.testing.assert_array_equal(found[True][0].reshape(4, 4, 3, 2), rows.swapaxes(0, 1))
+    np.testing.assert_array_equal(found[True][1], rows)
 
 
 @pytest.mark.parametrize(("way", "backend"), WAYS)

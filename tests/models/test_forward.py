@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -419,6 +421,63 @@ def test_sharded_equals_one_device(params, batch, name):
     np.testing.assert_allclose(value8, value, rtol=1e-5)
     # Sums over rows run in another order: within 1e-5 of each weight's largest gradient.
     assert_close(gradients8, gradients, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["rich", "latent"])
+def test_long_rows_are_split_over_context(params, batch, name):
+    """Packed rows, and rows whose second sequence sees the first as its prompt."""
+    tokens, segments = batch
+    config = CONFIGS[name]
+    prefix = jnp.where((segments == 2) & (jnp.arange(ROWS)[:, None] % 2 == 0), 1, 0)
+
+    def shared(params, tokens, segments, prefix):
+        logp, entropy, _ = models.score_tokens(
+            params,
+            config,
+            tokens,
+            None,
+            segments,
+            prefix=prefix,
+            most_wanted=8,
+            wanted=segments == 2,
+        )
+        weight = jnp.cos(jnp.arange(logp.size)).reshape(logp.shape)
+        return jnp.sum(weight * logp + 0.1 * entropy), (logp, entropy)
+
+    step = jax.jit(jax.value_and_grad(shared, has_aux=True))
+    (_, want), want_gradients = step(params[name], tokens, segments, prefix)
+    mesh = meshes.make(fsdp=2, context=4)
+    p = jax.device_put(params[name], models.shardings(config, mesh))
+    with jax.set_mesh(mesh):
+        (_, got), gradients = step(p, *meshes.shard_rows((tokens, segments, prefix), mesh))
+    np.testing.assert_allclose(got[0], want[0], atol=3e-6)
+    np.testing.assert_allclose(got[1], want[1], atol=3e-6)
+    assert_close(gradients, want_gradients, 1e-5)
+
+
+def test_tensor_parallel_gathers_no_weights_and_forms_no_logits(params, batch):
+    """What XLA made of the program, by its collectives."""
+    tokens, segments = batch
+    config = dataclasses.replace(DENSE, vocab_size=52)
+    p = params["dense"] | {"embed": params["dense"]["embed"][:52]}
+    p["output"] = params["dense"]["output"][:, :52]
+    mesh = meshes.make(devices=jax.devices()[:4], fsdp=2, tensor=2)
+    p = jax.device_put(p, models.shardings(config, mesh))
+    with jax.set_mesh(mesh):
+        given = p, config, *meshes.shard_rows((tokens % 52, segments, unset(config)), mesh)
+        program = run_loss.lower(*given).compile().as_text()
+    # Devices 0 and 1 share a place on fsdp, 2 and 3 the other.
+    over_fsdp = {"{{0,2},{1,3}}", "[2,2]<=[2,2]T(1,0)"}
+    gathers = re.findall(r" all-gather\(.*replica_groups=([^ ]*), ", program)
+    assert gathers and set(gathers) <= over_fsdp
+    # No array has all of the vocabulary.
+    assert not re.search(r"\[(\d+,)*52[],]", program)
+    # Of activations [rows, T, width]: the embedding, two a layer, and backwards two a layer and
+    # the logits'.
+    reduced = re.findall(r"f32\[([\d,]+)\][^=]* all-reduce\(", program)
+    sizes = [math.prod(int(n) for n in shape.split(",")) for shape in reduced]
+    per_device = ROWS // 2 * T * config.hidden_size
+    assert sizes.count(per_device) == 2 + 4 * config.num_layers
 
 
 def test_few_rows_run_under_a_mesh_too(params):
