@@ -46,7 +46,10 @@ def test_make_has_all_axes_of_type_auto():
         ({"fsdp": 4, "stage": 2}, "mesh axis stage=2: layers do not run as a pipeline; leave it"),
         ({"fsdp": 3, "expert": 2}, "fsdp=3,expert=2 needs 6 devices, got 8; fsdp=4 would fit"),
         ({"fsdp": 3, "expert": 3}, "needs 9 devices, got 8; choose sizes whose product is 8"),
-        ({"data": 2, "fsdp": 2}, "mesh data=2,fsdp=2 needs 4 devices, got 8; change a size"),
+        (
+            {"data": 2, "fsdp": 2},
+            "mesh data=2,fsdp=2 needs 4 devices, got 8; data=4 or fsdp=4 would fit",
+        ),
         ({}, "mesh all axes 1 needs 1 devices, got 8"),
     ],
 )

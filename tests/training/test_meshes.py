@@ -23,27 +23,26 @@ ATTENTION = models.Attention(num_heads=4, num_kv_heads=2, head_dim=4, qk_norm="h
 MIXTURE = models.Experts(
     num_experts=E, top_k=K, intermediate_size=8, bias=True, router_bias=True, shared_size=4
 )
-# A dense layer, then mixtures.
+# A dense layer, then a mixture; recomputed backwards.
 CONFIG = models.ModelConfig(
     V,
     16,
-    (
-        models.Stack((models.Block(ATTENTION, models.Dense(24)),), 1),
-        models.Stack((models.Block(ATTENTION, MIXTURE),), 1),
-    ),
+    tuple(models.Stack((models.Block(ATTENTION, f),), 1) for f in (models.Dense(24), MIXTURE)),
+    remat=True,
 )
-MESHES = [
-    "data=2",
-    "fsdp=4",
-    "expert=4",
-    "tensor=2",
-    "context=2",
-    "fsdp=2,expert=2",
-    "fsdp=2,tensor=2",
-    "expert=2,tensor=2",
-    "fsdp=2,context=2",
-    "data=2,fsdp=2,expert=2",
-]
+# Each axis alone, and together; with other ways of the same step by the way.
+MESHES = {
+    "data=2": {},
+    "fsdp=4": {},
+    "expert=4": {},
+    "tensor=2": {},
+    "context=2": {},
+    "fsdp=2,expert=2": {"expert_exchange": "all_to_all"},
+    "fsdp=2,tensor=2": {"parts": 2},
+    "expert=2,tensor=2": {},
+    "fsdp=2,context=2": {},
+    "data=2,fsdp=2,expert=2": {},
+}
 
 
 def make_mesh(flag):
@@ -82,20 +81,28 @@ def weights():
     return jax.tree.map(leaf, models.declare(CONFIG))
 
 
-def train(weights, mesh, config=CONFIG):
-    """The state, metrics and router sums after one AdamW step of GSPO with an entropy bonus."""
-    objective = L.gspo(clip_low=0.1, clip_high=0.2)
-    objective = dataclasses.replace(objective, regularisers=(L.entropy_bonus(0.1),))
+OBJECTIVE = dataclasses.replace(
+    L.gspo(clip_low=0.1, clip_high=0.2), regularisers=(L.entropy_bonus(0.1),)
+)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return jax.device_get(jax.jit(OBJECTIVE.prepare)(make_batch())[0])
+
+
+def train(weights, rows, mesh, parts=1, expert_exchange=None):
+    """The state, metrics and router sums after one AdamW step."""
+    config = dataclasses.replace(CONFIG, expert_exchange=expert_exchange)
     settings = OptimizerSettings(learning_rate=1e-2, warmup_steps=1, max_grad_norm=1e9)
     optimizer = states.make_optimizer(settings, 100)
     params = jax.device_put(weights, models.shardings(config, mesh))
-    state = states.create(params, optimizer, objective, mesh)
+    state = states.create(params, optimizer, OBJECTIVE, mesh)
     update = updates.make_update(
-        config, objective, optimizer, temperature=0.8, most_wanted=8, replay=True
+        config, OBJECTIVE, optimizer, temperature=0.8, most_wanted=8, parts=parts, replay=True
     )
     with jax.set_mesh(mesh):
-        rows, _ = objective.prepare(meshes.shard_rows(make_batch(), mesh))
-        state, stats, sums = update(state, rows)
+        state, stats, sums = update(state, meshes.shard_rows(rows, mesh))
     return state, L.finish(stats), sums
 
 
@@ -111,15 +118,15 @@ def sample(weights, mesh):
 
 
 @pytest.fixture(scope="module")
-def alone(weights):
+def alone(weights, rows):
     mesh = meshes.make(devices=jax.devices()[:1])
-    return train(weights, mesh), sample(weights, mesh)
+    return train(weights, rows, mesh), sample(weights, mesh)
 
 
 @pytest.mark.parametrize("flag", MESHES)
-def test_training_equals_one_device(weights, alone, flag):
+def test_training_equals_one_device(weights, rows, alone, flag):
     (state, numbers, sums), _ = alone
-    got, found, router = train(weights, make_mesh(flag))
+    got, found, router = train(weights, rows, make_mesh(flag), **MESHES[flag])
     assert numbers.keys() == found.keys()
     for name, value in numbers.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
