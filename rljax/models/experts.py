@@ -135,11 +135,10 @@ def experts(
     """
     n, k = chosen.shape
     e = params["gate"].shape[0]
-    blocks = gmm.default_backend() == "blocks"
-    block = gmm.block_size(n * k, e) if blocks else 1
+    block = gmm.block_size(n * k, e) if gmm.default_backend() == "blocks" else 1
     if dispatch is None:
-        # Blocks are computed whether they hold rows or not; ragged rows past the groups are not.
-        rows = n * k if blocks else n * k // devices
+        # Sorted, only rows that have an expert here cost anything.
+        rows = n * k // devices
         dispatch = "all" if n * e <= 2 * (rows + e * block) else "sorted"
     biased = "down_bias" in params
 

@@ -109,9 +109,9 @@ AXES = {
 }
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def run_parallel(mesh, exchange, params, x, weights, chosen, cotangent):
-    """As `run`, over a mesh that splits tokens and experts."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def run_parallel(mesh, exchange, way, params, x, weights, chosen, cotangent):
+    """As `run`, over a mesh that splits tokens and experts; `way` is the caller's to set."""
     rows = P(("fsdp", "expert"))
 
     def f(params, x, weights):
@@ -125,9 +125,11 @@ def run_parallel(mesh, exchange, params, x, weights, chosen, cotangent):
     return out, *pull(cotangent)
 
 
+@pytest.mark.parametrize("way", ["all", "sorted"])
 @pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
 @pytest.mark.parametrize("sizes", [{"expert": 4}, {"fsdp": 2, "expert": 2, "tensor": 2}])
-def test_experts_on_other_devices_are_met_without_loss(arrays, exchange, sizes):
+def test_experts_on_other_devices_are_met_without_loss(arrays, monkeypatch, sizes, exchange, way):
+    monkeypatch.setattr(experts, "experts", functools.partial(experts.experts, dispatch=way))
     params, x, weights, choices, cotangent = arrays
     params = params["clamped"]
     devices = jax.devices()[: math.prod(sizes.values())]
@@ -135,7 +137,7 @@ def test_experts_on_other_devices_are_met_without_loss(arrays, exchange, sizes):
     norms = []
     for chosen in choices.values():
         given = params, x, weights, chosen, cotangent
-        out, dp, dx, dw = run_parallel(mesh, exchange, *given)
+        out, dp, dx, dw = run_parallel(mesh, exchange, way, *given)
         want, want_dp, want_dx, want_dw = run("loop", None, *given, "clamped")
         np.testing.assert_allclose(out, want, atol=2e-5)
         np.testing.assert_allclose(dx, want_dx, atol=1e-4)
