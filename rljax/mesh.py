@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -246,15 +247,59 @@ def true_anywhere(x: jax.Array, axis: str) -> jax.Array:
 def vary_alike(tree: Any) -> Any:
     """Lets every array vary over all axes that any of them varies over, inside `shard_map`.
 
-    The transpose adds up the gradients of the copies.
+    Backwards the gradients of the copies add up in float32.
     """
     axes = [a for a in AXES if any(varies(x, a) for x in jax.tree.leaves(tree))]
 
     def cast(x: jax.Array) -> jax.Array:
         missing = tuple(a for a in axes if not varies(x, a))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
+        return _vary(x, missing) if missing else x
 
     return jax.tree.map(cast, tree)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return jax.lax.pcast(x, axes, to="varying")
+
+
+def _vary_forward(x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, None]:
+    return _vary(x, axes), None
+
+
+def _vary_backward(axes: tuple[str, ...], _: None, g: jax.Array) -> tuple[jax.Array]:
+    # Integers have no gradient to add up.
+    if g.dtype == jax.dtypes.float0:
+        return (g,)
+    return (jax.lax.psum(g.astype(jnp.float32), axes).astype(g.dtype),)
+
+
+_vary.defvjp(_vary_forward, _vary_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather(x: jax.Array, axis: str, dimension: int = 0) -> jax.Array:
+    """The parts of all devices along a mesh axis, one behind the other, inside `shard_map`.
+
+    Backwards the gradients of the copies add up in float32.
+    """
+    return jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
+
+
+def _gather_forward(x: jax.Array, axis: str, dimension: int) -> tuple[jax.Array, None]:
+    return gather(x, axis, dimension), None
+
+
+def _gather_backward(axis: str, dimension: int, _: None, g: jax.Array) -> tuple[jax.Array]:
+    if g.dtype == jax.dtypes.float0:
+        return (g,)
+    total = jax.lax.psum_scatter(
+        g.astype(jnp.float32), axis, scatter_dimension=dimension, tiled=True
+    )
+    return (total.astype(g.dtype),)
+
+
+gather.defvjp(_gather_forward, _gather_backward)
 
 
 def shard_rows(tree: Any, mesh: Mesh) -> Any:

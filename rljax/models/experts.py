@@ -13,7 +13,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 from rljax_kernels import grouped_matmul as gmm
 
-from rljax.mesh import varies, vary_alike
+from rljax.mesh import gather, varies, vary_alike
 from rljax.models.config import Experts
 
 Dispatch = Literal["all", "sorted"]
@@ -222,8 +222,8 @@ def parallel_experts(
     devices = jax.lax.axis_size("expert") if spread else 1
     first = jax.lax.axis_index("expert") * here if spread else 0
     if sliced and "down_bias" in params:  # the sum over slices is to hold it once
-        once = jax.lax.axis_index("tensor") == 0
-        params = {**params, "down_bias": jnp.where(once, params["down_bias"], 0)}
+        params, once = vary_alike((params, jax.lax.axis_index("tensor") == 0))
+        params["down_bias"] = jnp.where(once, params["down_bias"], 0)
 
     def compute(x: Array, chosen: Array, weights: Array) -> Array:
         """What this device's experts add to some tokens."""
@@ -238,8 +238,8 @@ def parallel_experts(
     elif not varies(x, "expert"):
         out = jax.lax.psum(compute(x, chosen, weights), "expert")
     elif (exchange or _cheaper_exchange(chosen, devices)) == "gather":
-        everything = (jax.lax.all_gather(a, "expert", tiled=True) for a in (x, chosen, weights))
-        out = jax.lax.psum_scatter(compute(*everything), "expert", tiled=True)
+        out = compute(gather(x, "expert"), gather(chosen, "expert"), gather(weights, "expert"))
+        out = jax.lax.psum_scatter(out, "expert", tiled=True)
     else:
         out = _sent_around(compute, x, chosen, weights, chosen // here, devices)
     return (jax.lax.psum(out, "tensor") if sliced else out).astype(x.dtype)

@@ -17,9 +17,11 @@ from rljax.mesh import (
     constrain,
     constrain_rows,
     fit,
+    gather,
     map_shards,
     split,
     varies,
+    vary_alike,
 )
 from rljax.models import experts as moe
 from rljax.models.balance import balance_loss
@@ -211,7 +213,7 @@ def _attend_gathered(
     q: Array, k: Array, v: Array, allowed: Array, sinks: Array | None, scale: float
 ) -> Array:
     if varies(k, "context"):
-        k, v = (jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (k, v))
+        k, v = gather(k, "context", 1), gather(v, "context", 1)
     return _attend_finite(q, k, v, allowed, sinks, scale)
 
 
@@ -552,12 +554,13 @@ def _embed_part(table: Array, tokens: Array, *, dtype: str) -> Array:
         tokens = jax.lax.all_gather(tokens, "fsdp", tiled=True)
     if sliced:
         tokens = tokens - jax.lax.axis_index("tensor") * table.shape[0]
-    # Cast after the look-up: the gradients of a token's places then add up in the parameters'
-    # dtype, and no second embedding is formed.
-    found = table[tokens].astype(dtype)
+    found = table[tokens]
     if sliced:
         mine = (tokens >= 0) & (tokens < table.shape[0])
         found = jax.lax.psum(jnp.where(mine[..., None], found, 0), "tensor")
+    # Cast after the look-up: the gradients of a token's places then add up in the parameters'
+    # dtype, and no second embedding is formed.
+    found = found.astype(dtype)
     if parted:
         found = jax.lax.all_to_all(found, "fsdp", 0, found.ndim - 1, tiled=True)
     return found
@@ -807,6 +810,7 @@ def _score_part(
 ) -> tuple[Array, Array]:
     """`_score` of one device. A chunk holds a few tokens of every row."""
     sliced = varies(jax.tree.leaves(params)[0], "tensor")
+    params, hidden = vary_alike((params, hidden))
 
     def over_vocabulary(x: Array) -> Array:
         return jax.lax.psum(x, "tensor") if sliced else x

@@ -472,12 +472,12 @@ def test_tensor_parallel_gathers_no_weights_and_forms_no_logits(params, batch):
     assert gathers and set(gathers) <= over_fsdp
     # No array has all of the vocabulary.
     assert not re.search(r"\[(\d+,)*52[],]", program)
-    # Sums of all activations: the embedding's, two a layer, and backwards two a layer. Those of
-    # the logits come chunk by chunk.
+    # Of activations [rows, T, width]: the embedding, two a layer, and backwards two a layer and
+    # the logits'.
     reduced = re.findall(r"f32\[([\d,]+)\][^=]* all-reduce\(", program)
     sizes = [math.prod(int(n) for n in shape.split(",")) for shape in reduced]
     per_device = ROWS // 2 * T * config.hidden_size
-    assert sizes.count(per_device) == 1 + 4 * config.num_layers
+    assert sizes.count(per_device) == 2 + 4 * config.num_layers
 
 
 def test_few_rows_run_under_a_mesh_too(params):
