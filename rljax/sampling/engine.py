@@ -215,6 +215,37 @@ class Engine:
             for filtered in (False, True)
         }
 
+    def lower_decode(self) -> jax.stages.Lowered:
+        """The program of a decode chunk at full length, lowered from shapes alone.
+
+        Nothing is allocated, so that the mesh may be of described devices: for planning.
+        """
+
+        def abstract(tree: Any, spec: P) -> Any:
+            layout = None if self.mesh is None else NamedSharding(self.mesh, spec)
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), tree
+            )
+
+        wanted = models.abstract(self.config, mesh=self.mesh, rules=meshes.ROLLOUT_RULES)
+        cast = jax.eval_shape(lambda p: models.for_compute(p, self.config), wanted)
+        params = jax.tree.map(
+            lambda x, w: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=w.sharding), cast, wanted
+        )
+        pages = self._num_pages * self._shards
+        make = functools.partial(decode.make_pool, self.config, pages, self.page_size)
+        n, columns = self._slots * self._shards, _bucket(-(-self.max_length // self.page_size), 1)
+        number, real, flag = (jax.ShapeDtypeStruct((n,), d) for d in (jnp.int32, jnp.float32, bool))
+        ids, stop, table = (
+            jax.ShapeDtypeStruct((n, m), jnp.int32) for m in (4, self._stop_ids, columns)
+        )
+        slots = decode.Slots(number, number, flag, number, ids, real, real, number, real, stop)
+        return self._decode[False].lower(
+            params,
+            abstract(jax.eval_shape(make), _POOL),
+            *(abstract(x, _ROWS) for x in (table, slots)),
+        )
+
     def _put(self, x: np.ndarray) -> jax.Array:
         """A host array [shards · n, ...] on its shards."""
         if self.mesh is None:

@@ -1,0 +1,146 @@
+"""The real train and decode steps, compiled for devices that need not be at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from rljax import losses as L
+from rljax import mesh as meshes
+from rljax.batch import Batch, Rows
+from rljax.config import OptimizerSettings
+from rljax.models import ModelConfig
+from rljax.planning.communication import Collective
+from rljax.planning.hlo import read_collectives
+from rljax.planning.work import Work
+from rljax.sampling import Engine
+from rljax.training import state as states
+from rljax.training import update as updates
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What XLA says of a program, for each device.
+
+    Attributes:
+      arguments: Bytes of what is handed in.
+      outputs: Bytes of what comes out.
+      aliases: Bytes of outputs that take the place of arguments.
+      temporaries: Bytes needed beside both while it runs.
+      peak: The most bytes in use at once, where the compiler tells; else 0.
+      collectives: What it sends; `why` says how often and for what.
+      seconds: What lowering and compiling took.
+      host_bytes: The most memory this process has used so far.
+    """
+
+    arguments: int
+    outputs: int
+    aliases: int
+    temporaries: int
+    peak: int
+    collectives: tuple[Collective, ...]
+    seconds: float
+    host_bytes: int
+
+    @property
+    def total(self) -> int:
+        """Bytes per device: arguments, temporaries, and outputs that replace no argument."""
+        return self.arguments + self.temporaries + self.outputs - self.aliases
+
+
+def compile_update(config: ModelConfig, mesh: Mesh, work: Work) -> Compiled:
+    """Compiles the optimizer step of `rljax.training.update` (GSPO, AdamW) for a mesh.
+
+    Args:
+      config: The model.
+      mesh: Of devices at hand or described ones.
+      work: The sizes of a step.
+    """
+    objective = L.gspo()
+    optimizer = states.make_optimizer(OptimizerSettings(), updates=1000)
+    update = updates.make_update(
+        config,
+        objective,
+        optimizer,
+        temperature=1.0,
+        most_wanted=work.max_completion_length,
+        parts=work.parts(mesh),
+        replay=config.top_k > 0,
+    )
+    state = states.abstract(config, optimizer, objective, mesh)
+    rows = _abstract_rows(config, objective, mesh, work)
+    started = time.perf_counter()
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(update, donate_argnums=0).lower(state, rows)
+    return _compile(lowered, mesh, started)
+
+
+def compile_decode(config: ModelConfig, mesh: Mesh, work: Work) -> Compiled:
+    """Compiles a chunk of the sampler's decode steps for a mesh; arguments as above."""
+    engine = Engine(
+        config,
+        mesh,
+        slots=work.slots,
+        page_size=work.page_size,
+        num_pages=work.pages,
+        max_length=work.length,
+        chunk=work.decode_chunk,
+        with_routing=config.top_k > 0,
+    )
+    started = time.perf_counter()
+    with jax.set_mesh(mesh):
+        lowered = engine.lower_decode()
+    return _compile(lowered, mesh, started)
+
+
+def _abstract_rows(config: ModelConfig, objective: L.Objective, mesh: Mesh, work: Work) -> Rows:
+    """The shapes of an optimizer step's rows, as the loop hands them over."""
+    b, t = work.mini_batch_size, work.length
+
+    def per_token(dtype: type, *more: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((b, t, *more), dtype)
+
+    batch = Batch(
+        tokens=per_token(jnp.int32),
+        mask=per_token(jnp.bool_),
+        group=jax.ShapeDtypeStruct((b,), jnp.int32),
+        rewards=jax.ShapeDtypeStruct((b,), jnp.float32),
+        positions=per_token(jnp.int32),
+        segments=per_token(jnp.int32),
+        rollout_logp=per_token(jnp.float32),
+        old_logp=per_token(jnp.float32),
+        routing=per_token(jnp.int32, len(config.mixture_layers), config.top_k)
+        if config.top_k
+        else None,
+    )
+    rows, _ = jax.eval_shape(objective.prepare, batch)
+    layout = meshes.batch_sharding(mesh)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), rows)
+
+
+def _compile(lowered: jax.stages.Lowered, mesh: Mesh, started: float) -> Compiled:
+    # A program for a thousand chips is too large for `as_text`: its dump is read instead. One
+    # that comes out of the compilation cache leaves none, and is read the other way.
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        seconds = time.perf_counter() - started
+        dumps = list(Path(folder).glob("*after_optimizations.txt"))
+        text = max((p.read_text() for p in dumps), key=len) if dumps else compiled.as_text()
+    memory = compiled.memory_analysis()
+    return Compiled(
+        arguments=memory.argument_size_in_bytes,
+        outputs=memory.output_size_in_bytes,
+        aliases=memory.alias_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        peak=memory.peak_memory_in_bytes,
+        collectives=read_collectives(text, mesh.shape),
+        seconds=seconds,
+        host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
