@@ -102,27 +102,28 @@ def compile_decode(config: ModelConfig, mesh: Mesh, work: Work) -> Compiled:
 
 def _abstract_rows(config: ModelConfig, objective: L.Objective, mesh: Mesh, work: Work) -> Rows:
     """The shapes of an optimizer step's rows, as the loop hands them over."""
-    b, t = work.mini_batch_size, work.length
 
-    def per_token(dtype: type, *more: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((b, t, *more), dtype)
+    def prepare() -> Rows:
+        shape = (work.mini_batch_size, work.length)
+        whole, real = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+        routing = jnp.zeros((*shape, len(config.mixture_layers), config.top_k), jnp.int32)
+        batch = Batch(
+            tokens=whole,
+            mask=whole > 0,
+            group=whole[:, 0],
+            rewards=real[:, 0],
+            positions=whole,
+            segments=whole,
+            rollout_logp=real,
+            old_logp=real,
+            routing=routing if config.top_k else None,
+        )
+        return objective.prepare(batch)[0]
 
-    batch = Batch(
-        tokens=per_token(jnp.int32),
-        mask=per_token(jnp.bool_),
-        group=jax.ShapeDtypeStruct((b,), jnp.int32),
-        rewards=jax.ShapeDtypeStruct((b,), jnp.float32),
-        positions=per_token(jnp.int32),
-        segments=per_token(jnp.int32),
-        rollout_logp=per_token(jnp.float32),
-        old_logp=per_token(jnp.float32),
-        routing=per_token(jnp.int32, len(config.mixture_layers), config.top_k)
-        if config.top_k
-        else None,
-    )
-    rows, _ = jax.eval_shape(objective.prepare, batch)
     layout = meshes.batch_sharding(mesh)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), rows)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), jax.eval_shape(prepare)
+    )
 
 
 def _compile(lowered: jax.stages.Lowered, mesh: Mesh, started: float) -> Compiled:
@@ -134,6 +135,7 @@ def _compile(lowered: jax.stages.Lowered, mesh: Mesh, started: float) -> Compile
         dumps = list(Path(folder).glob("*after_optimizations.txt"))
         text = max((p.read_text() for p in dumps), key=len) if dumps else compiled.as_text()
     memory = compiled.memory_analysis()
+    assert memory is not None and text is not None
     return Compiled(
         arguments=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes,

@@ -28,11 +28,16 @@ _TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
 
 @dataclasses.dataclass
 class _Computation:
-    """One computation: what it sends itself, how often it calls which others, its constants."""
+    """One computation of a program.
 
-    sent: collections.Counter[tuple[str, str, str]] = dataclasses.field(
-        default_factory=collections.Counter
-    )
+    Attributes:
+      sent: Kind, mesh axis, scope and bytes of each of its collectives.
+      calls: The computations it calls once.
+      loops: Condition, body and, where it is written down, how often the loop turns.
+      constants: Its integers: a loop's condition compares with how often it turns.
+    """
+
+    sent: list[tuple[str, str, str, int]] = dataclasses.field(default_factory=list)
     calls: list[str] = dataclasses.field(default_factory=list)
     loops: list[tuple[str, str, int | None]] = dataclasses.field(default_factory=list)
     constants: list[int] = dataclasses.field(default_factory=list)
@@ -62,7 +67,7 @@ def read_collectives(text: str, mesh: Mapping[str, int]) -> tuple[Collective, ..
         found = computations.get(name)
         if found is None:
             return
-        for (kind, axis, scope), sent in found.sent.items():
+        for kind, axis, scope, sent in found.sent:
             total[kind, axis] += sent * turns
             times[kind, axis] += turns
             scopes[kind, axis][scope] += sent * turns
@@ -102,7 +107,7 @@ def _parse(text: str, mesh: Mapping[str, int]) -> tuple[dict[str, _Computation],
             kind, axis, sent = _collective(line, found, name, mesh)
             scope = _SCOPE.search(line)
             if sent:
-                here.sent[kind, axis, scope[1] if scope else "elsewhere"] += sent
+                here.sent.append((kind, axis, scope[1] if scope else "elsewhere", sent))
         elif " while(" in line:
             condition = re.search(r"condition=%?([\w.\-]+)", line)
             body = re.search(r"body=%?([\w.\-]+)", line)
