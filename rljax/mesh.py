@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from rljax.models import ModelConfig
+    from rljax.planning import Layout, Work
 
 AXES = ("data", "fsdp", "expert", "context", "tensor", "stage")
 """Mesh axes, in the order of the device grid; each has size 1 unless asked for."""
@@ -207,3 +213,47 @@ def shard_rows(tree: Any, mesh: Mesh) -> Any:
         return jax.device_put(x, batch_sharding(mesh))
 
     return jax.tree.map(put, tree)
+
+
+def describe(
+    mesh: Mesh | AbstractMesh,
+    config: ModelConfig,
+    work: Work | None = None,
+    rules: Rules = TRAIN_RULES,
+) -> Layout:
+    """The table of a model on a mesh: shards, bytes per device, what a step communicates.
+
+    Args:
+      mesh: A mesh with the axes of `AXES`; it may be abstract. Nothing is allocated.
+      config: The model.
+      work: The sizes of a step; by default one response for each part of the batch.
+      rules: Logical axis -> mesh axis.
+
+    Returns:
+      What prints as tables, and shows as such in a notebook.
+
+    Raises:
+      ValueError: A parameter or the batch does not divide over the mesh.
+    """
+    from rljax import planning
+
+    return planning.describe(mesh, config, work, rules)
+
+
+def draw(
+    mesh: Mesh | AbstractMesh, config: ModelConfig, parameter: str, rules: Rules = TRAIN_RULES
+) -> Figure:
+    """The device grid beside a weight, both in the colours of the weight's shards.
+
+    Args:
+      mesh: A mesh with the axes of `AXES`; it may be abstract.
+      config: The model.
+      parameter: Its name, or the end of it, such as `feed_forward/gate`.
+      rules: Logical axis -> mesh axis.
+
+    Raises:
+      ValueError: The model has no such parameter, or it does not divide over the mesh.
+    """
+    from rljax import planning
+
+    return planning.draw(mesh, config, parameter, rules)

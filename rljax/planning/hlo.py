@@ -19,7 +19,7 @@ _KINDS = (
 )  # fmt: skip
 _COLLECTIVE = re.compile(rf" = (?P<shape>.*?) (?P<kind>{'|'.join(_KINDS)})(?P<start>-start)?\(")
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
-_CALLS = re.compile(r"(?:calls|to_apply|body|condition|called_computations)=\{?%?([\w.\-]+)")
+_CALLS = re.compile(r"(?:calls|to_apply|(?:true|false)_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"(?:branch|called)_computations=\{([^}]*)\}")
 _ARRAY = re.compile(r"\b(pred|bf16|[sufc]\d+\w*)\[([\d,]*)\]")
 _SCOPE = re.compile(r'op_name="[^"]*\b(attention|feed_forward|logprobs|sampling)\b')
@@ -46,7 +46,8 @@ class _Computation:
 def read_collectives(text: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
     """Collectives of a program for one device of many, by kind and mesh axis; largest first.
 
-    Loops count as often as they turn; one whose end depends on data counts as often as it may.
+    Loops count as often as they turn, one whose end depends on data as often as it may; of a
+    conditional all branches count.
 
     Args:
       text: The optimized program, as XLA dumps it.

@@ -14,6 +14,9 @@ from rljax.planning.roofline import Roofline
 from rljax.planning.tables import Table, Tables, count, seconds, size
 from rljax.planning.work import Work
 
+KEPT = ("master weights", "optimizer moments")
+"""The kinds that training keeps from step to step."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Tables):
@@ -36,6 +39,22 @@ class Plan(Tables):
     update_time: Roofline
     rollout_time: Roofline
     updates: int
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        """Bytes per device that the train and the decode step are handed, batch and slots aside."""
+        kept = sum(self.layout.totals[kind] for kind in KEPT)
+        weights = self.rollout["sampler's weights"] or self.layout.totals["master weights"]
+        return {"train": kept, "decode": weights + self.rollout["KV pool"]}
+
+    @property
+    def temporaries(self) -> dict[str, int]:
+        """Bytes per device that they need while they run."""
+        handed = (*KEPT, "KV pool")
+        return {
+            "train": sum(n for kind, n in self.update.items() if kind not in handed),
+            "decode": self.rollout["decode activations"],
+        }
 
     @property
     def peak(self) -> int:
@@ -103,7 +122,7 @@ def plan(config: ModelConfig, topology: Topology, mesh: Mesh | AbstractMesh, wor
     """
     layout = describe(mesh, config, work)
     placed, totals = layout.rows, layout.totals
-    kept = {kind: totals[kind] for kind in ("master weights", "optimizer moments")}
+    kept = {kind: totals[kind] for kind in KEPT}
     pool = {"KV pool": memory.kv_pool(mesh, config, work)}
     return Plan(
         topology=topology,
