@@ -71,6 +71,9 @@ def compile_update(config: ModelConfig, mesh: Mesh, work: Work) -> Compiled:
       config: The model.
       mesh: Of devices at hand or described ones.
       work: The sizes of a step.
+
+    Raises:
+      ValueError: The compiler finds that it does not fit, or the batch does not divide.
     """
     objective = L.gspo()
     optimizer = states.make_optimizer(OptimizerSettings(), updates=1000)
@@ -92,7 +95,7 @@ def compile_update(config: ModelConfig, mesh: Mesh, work: Work) -> Compiled:
 
 
 def compile_decode(config: ModelConfig, mesh: Mesh, work: Work) -> Compiled:
-    """Compiles a chunk of the sampler's decode steps for a mesh; arguments as above."""
+    """Compiles a chunk of the sampler's decode steps; arguments and refusals as above."""
     engine = Engine(
         config,
         mesh,
@@ -139,7 +142,15 @@ def _compile(name: str, lowered: jax.stages.Lowered, mesh: Mesh, started: float)
     # A program for a thousand chips is too large for `as_text`: its dump is read instead. One
     # that comes out of the compilation cache leaves none, and is read the other way.
     with tempfile.TemporaryDirectory() as folder:
-        compiled = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        try:
+            compiled = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise ValueError(
+                f"the {name} step does not fit this mesh: {str(error).splitlines()[0]}; split the "
+                "weights over more devices, or take fewer slots or shorter rows"
+            ) from None
         seconds = time.perf_counter() - started
         text = _dumped(folder, "after_optimizations") or compiled.as_text() or ""
         report = _dumped(folder, "memory-usage-report")
