@@ -102,12 +102,16 @@ class Topology:
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
+        # Chips that are only described can be so by several processes at once.
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         import jax
         from jax.experimental import topologies
 
         try:
             found = topologies.get_topology_desc(self.name, platform="tpu")
         except jax.errors.JaxRuntimeError as error:
+            if "INVALID_ARGUMENT" not in str(error):
+                raise
             raise ValueError(
                 f"topology={self.name!r}: libtpu knows no such slice "
                 f"({str(error).splitlines()[0]}); take one that can be rented, such as v5p:4x4x4"

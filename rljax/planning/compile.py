@@ -11,12 +11,9 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from rljax import losses as L
 from rljax import mesh as meshes
-from rljax.batch import Batch, Rows
 from rljax.config import OptimizerSettings
 from rljax.models import ModelConfig
 from rljax.planning.communication import Collective
@@ -24,7 +21,7 @@ from rljax.planning.hlo import read_collectives
 from rljax.planning.layout import collective_table
 from rljax.planning.plan import Plan
 from rljax.planning.tables import Table, Tables, size
-from rljax.planning.work import Work
+from rljax.planning.work import OBJECTIVE, Work, abstract_rows
 from rljax.sampling import Engine
 from rljax.training import state as states
 from rljax.training import update as updates
@@ -75,19 +72,22 @@ def compile_update(config: ModelConfig, mesh: Mesh, work: Work) -> Compiled:
     Raises:
       ValueError: The compiler finds that it does not fit, or the batch does not divide.
     """
-    objective = L.gspo()
     optimizer = states.make_optimizer(OptimizerSettings(), updates=1000)
     update = updates.make_update(
         config,
-        objective,
+        OBJECTIVE,
         optimizer,
         temperature=1.0,
         most_wanted=work.max_completion_length,
         parts=work.parts(mesh),
         replay=config.top_k > 0,
     )
-    state = states.abstract(config, optimizer, objective, mesh)
-    rows = _abstract_rows(config, objective, mesh, work)
+    state = states.abstract(config, optimizer, OBJECTIVE, mesh)
+    layout = meshes.batch_sharding(mesh)
+    rows = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
+        abstract_rows(config, work),
+    )
     started = time.perf_counter()
     with jax.set_mesh(mesh):
         lowered = jax.jit(update, donate_argnums=0).lower(state, rows)
@@ -110,32 +110,6 @@ def compile_decode(config: ModelConfig, mesh: Mesh, work: Work) -> Compiled:
     with jax.set_mesh(mesh):
         lowered = engine.lower_decode()
     return _compile("decode", lowered, mesh, started)
-
-
-def _abstract_rows(config: ModelConfig, objective: L.Objective, mesh: Mesh, work: Work) -> Rows:
-    """The shapes of an optimizer step's rows, as the loop hands them over."""
-
-    def prepare() -> Rows:
-        shape = (work.mini_batch_size, work.length)
-        whole, real = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
-        routing = jnp.zeros((*shape, len(config.mixture_layers), config.top_k), jnp.int32)
-        batch = Batch(
-            tokens=whole,
-            mask=whole > 0,
-            group=whole[:, 0],
-            rewards=real[:, 0],
-            positions=whole,
-            segments=whole,
-            rollout_logp=real,
-            old_logp=real,
-            routing=routing if config.top_k else None,
-        )
-        return objective.prepare(batch)[0]
-
-    layout = meshes.batch_sharding(mesh)
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), jax.eval_shape(prepare)
-    )
 
 
 def _compile(name: str, lowered: jax.stages.Lowered, mesh: Mesh, started: float) -> Compiled:

@@ -6,16 +6,18 @@ import dataclasses
 
 from jax.sharding import AbstractMesh, Mesh
 
+from rljax import mesh as meshes
 from rljax.models import ModelConfig
 from rljax.planning import memory, roofline
 from rljax.planning.chips import Topology
 from rljax.planning.layout import Layout, collective_table, describe
 from rljax.planning.roofline import Roofline
 from rljax.planning.tables import Table, Tables, count, seconds, size
-from rljax.planning.work import Work
+from rljax.planning.work import Work, rows_bytes
 
 KEPT = ("master weights", "optimizer moments")
 """The kinds that training keeps from step to step."""
+ROWS = "rows of a mini-batch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,15 +44,15 @@ class Plan(Tables):
 
     @property
     def arguments(self) -> dict[str, int]:
-        """Bytes per device that the train and the decode step are handed, batch and slots aside."""
-        kept = sum(self.layout.totals[kind] for kind in KEPT)
+        """Bytes per device that the train and the decode step are handed."""
+        kept = sum(self.update[kind] for kind in (*KEPT, ROWS))
         weights = self.rollout["sampler's weights"] or self.layout.totals["master weights"]
         return {"train": kept, "decode": weights + self.rollout["KV pool"]}
 
     @property
     def temporaries(self) -> dict[str, int]:
         """Bytes per device that they need while they run."""
-        handed = (*KEPT, "KV pool")
+        handed = (*KEPT, ROWS, "KV pool")
         return {
             "train": sum(n for kind, n in self.update.items() if kind not in handed),
             "decode": self.rollout["decode activations"],
@@ -123,11 +125,12 @@ def plan(config: ModelConfig, topology: Topology, mesh: Mesh | AbstractMesh, wor
     layout = describe(mesh, config, work)
     placed, totals = layout.rows, layout.totals
     kept = {kind: totals[kind] for kind in KEPT}
+    rows = rows_bytes(config, work) // meshes.batch_shards(mesh)
     pool = {"KV pool": memory.kv_pool(mesh, config, work)}
     return Plan(
         topology=topology,
         layout=layout,
-        update=totals | memory.activations(mesh, config, work, placed) | pool,
+        update=totals | {ROWS: rows} | memory.activations(mesh, config, work, placed) | pool,
         rollout=kept
         | {"sampler's weights": memory.rollout_weights(mesh, config)}
         | {"decode activations": memory.decode_activations(mesh, config, work)}

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from rljax import losses as L
 from rljax import mesh as meshes
+from rljax.batch import Batch, Rows
+from rljax.models import ModelConfig
 from rljax.training.update import micro_batches
+
+OBJECTIVE = L.gspo()
+"""What plans train with; others differ in what they keep of each token, not in the model's work."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,3 +88,33 @@ class Work:
     def rows(self, mesh: Mesh | AbstractMesh) -> int:
         """Responses that a device has of a micro-batch."""
         return self.mini_batch_size // meshes.batch_shards(mesh) // self.parts(mesh)
+
+
+@functools.cache
+def abstract_rows(config: ModelConfig, work: Work) -> Rows:
+    """The shapes of an optimizer step's rows, as the loop hands them over."""
+
+    def prepare() -> Rows:
+        shape = (work.mini_batch_size, work.length)
+        whole, real = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+        routing = jnp.zeros((*shape, len(config.mixture_layers), config.top_k), jnp.int32)
+        batch = Batch(
+            tokens=whole,
+            mask=whole > 0,
+            group=whole[:, 0],
+            rewards=real[:, 0],
+            positions=whole,
+            segments=whole,
+            rollout_logp=real,
+            old_logp=real,
+            routing=routing if config.top_k else None,
+        )
+        return OBJECTIVE.prepare(batch)[0]
+
+    return jax.eval_shape(prepare)
+
+
+def rows_bytes(config: ModelConfig, work: Work) -> int:
+    """Bytes of an optimizer step's rows on all devices together."""
+    leaves = jax.tree.leaves(abstract_rows(config, work))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)

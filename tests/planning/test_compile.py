@@ -1,9 +1,7 @@
 """XLA's own account of the real steps, on eight virtual devices and for described chips."""
 
-import dataclasses
 import importlib.util
 
-import jax
 import pytest
 
 from rljax import mesh as meshes
@@ -31,40 +29,55 @@ WORK = planning.Work(
     slots=8,
     page_size=8,
 )
+SIZES = {"fsdp": 4, "expert": 2}
 
 
-def planned(topology, sizes):
+def planned(topology, config=CONFIG):
     machine = planning.Topology.parse(topology)
-    mesh = meshes.make_abstract(machine.num_chips, **sizes)
-    return planning.plan(CONFIG, machine, mesh, WORK)
-
-
-def within(a, b, share):
-    return abs(a - b) <= share * b
+    return planning.plan(config, machine, meshes.make_abstract(machine.num_chips, **SIZES), WORK)
 
 
 def test_the_train_step_agrees_with_the_estimate():
-    sizes = {"fsdp": 4, "expert": 2}
-    plan = planned("v5p:8", sizes)
-    compiled = compile_update(CONFIG, meshes.make(**sizes), WORK)
-    assert within(compiled.arguments, plan.arguments["train"], 0.02)
-    # What is donated comes back in place.
-    assert within(compiled.aliases, plan.arguments["train"], 0.02)
+    plan = planned("v5p:8")
+    compiled = compile_update(CONFIG, meshes.make(**SIZES), WORK)
+    assert compiled.arguments == pytest.approx(plan.arguments["train"], rel=0.02)
+    # What is donated comes back in place; gradients are not handed in.
+    kept = plan.layout.totals["master weights"] + plan.layout.totals["optimizer moments"]
+    assert compiled.aliases == pytest.approx(kept, rel=0.02)
+    assert compiled.outputs == pytest.approx(kept, rel=0.02)
     assert compiled.temporaries > plan.layout.totals["gradients"]
-    sent = {(c.kind, c.axis): c.bytes for c in compiled.collectives}
-    estimated = {(c.kind, c.axis): c.bytes for c in plan.layout.collectives}
-    gathered = sum(n for (kind, axis), n in sent.items() if kind == "all-gather")
-    assert gathered > 0.5 * estimated["all-gather", "fsdp"]
-    print(compiled, estimated)
+    assert compiled.total == compiled.arguments + compiled.temporaries + (
+        compiled.outputs - compiled.aliases
+    )
+    # CPUs gather weights in float32, and this dispatch of experts sends more than it must.
+    sent = sum(c.bytes for c in compiled.collectives)
+    assert sent > sum(c.bytes for c in plan.layout.collectives)
+    assert {"all-gather", "all-reduce"} <= {c.kind for c in compiled.collectives}
     text = str(Compared(plan, compiled))
-    assert "train step: compiled in" in text and "all-gather" in text
+    for part in ("train step: compiled in", "arguments", "largest temporaries", "feed_forward"):
+        assert part in text
 
 
 def test_the_decode_step_agrees_with_the_estimate():
-    sizes = {"data": 2, "fsdp": 2, "tensor": 2}
-    plan = planned("v5p:8", sizes)
-    compiled = compile_decode(CONFIG, meshes.make(**sizes), WORK)
-    print(compiled)
-    assert within(compiled.arguments, plan.arguments["decode"], 0.02)
-    # The pool is donated.
-    assert within(compiled.aliases, plan.rollout["KV pool"], 0.02)
+    plan = planned("v5p:8")
+    compiled = compile_decode(CONFIG, meshes.make(**SIZES), WORK)
+    assert compiled.arguments == pytest.approx(plan.arguments["decode"], rel=0.02)
+    assert compiled.aliases == plan.rollout["KV pool"]  # the pool is written in place
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="needs libtpu (the extra tpu) to describe chips",
+)
+def test_described_chips():
+    machine = planning.Topology.parse("v5p:2x2x2")
+    plan = planned("v5p:2x2x2")
+    mesh = meshes.make(devices=machine.devices(), **SIZES)
+    train = compile_update(CONFIG, mesh, WORK)
+    assert train.arguments == pytest.approx(plan.arguments["train"], rel=0.02)
+    assert train.peak > train.arguments
+    assert any(c.kind == "reduce-scatter" for c in train.collectives)
+    decode = compile_decode(CONFIG, mesh, WORK)
+    assert decode.arguments > plan.arguments["decode"]
+    with pytest.raises(ValueError, match="topology='v5p:3x3': libtpu knows no such slice"):
+        planning.Topology.parse("v5p:3x3").devices()
