@@ -188,12 +188,24 @@ def constrain_rows(x: jax.Array) -> jax.Array:
 
     Does nothing outside `jax.set_mesh`, so that model code needs no mesh.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or not set(BATCH_AXES) <= set(mesh.axis_names):
-        return x
-    if any(t != AxisType.Auto for t in mesh.axis_types):  # inside shard_map all is local already
+    if _mesh_in_use() is None:
         return x
     return jax.lax.with_sharding_constraint(x, P(BATCH_AXES))
+
+
+def shards_in_use() -> int:
+    """Into how many parts rows are cut under `jax.set_mesh`; 1 outside it."""
+    return batch_shards(_mesh_in_use())
+
+
+def _mesh_in_use() -> AbstractMesh | None:
+    """The mesh of `jax.set_mesh`, where rows are split over it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not set(BATCH_AXES) <= set(mesh.axis_names):
+        return None
+    if any(t != AxisType.Auto for t in mesh.axis_types):  # inside shard_map all is local already
+        return None
+    return mesh
 
 
 def shard_rows(tree: Any, mesh: Mesh) -> Any:

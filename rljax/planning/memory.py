@@ -38,7 +38,7 @@ def activations(
     # Inputs, inner products and outputs of the largest feed-forward, and their gradients.
     inner = 2 * width * max(_feed_forward(b, config, tokens, tensor) for b in config.layers)
     layers = 1 if config.remat else config.num_layers
-    logits = min(max(1, _CHUNK // (work.mini_batch_size // work.parts(mesh))) * rows, tokens)
+    logits = min(max(_CHUNK, rows), rows * work.max_completion_length)
     return {
         "inputs of layers, kept for the backward pass": config.num_layers
         * hidden_bytes(config, tokens),
