@@ -162,7 +162,7 @@ def _largest(report: str, most: int = 5) -> tuple[tuple[int, str], ...]:
     return tuple((int(float(b["size"]) * _UNITS[b["unit"]]), b["arrays"]) for b in found)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Compared(Tables):
     """XLA's account of a program beside the plan's estimate.
 

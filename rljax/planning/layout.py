@@ -15,7 +15,7 @@ from rljax.planning.tables import Table, Tables, count, size
 from rljax.planning.work import Work
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Layout(Tables):
     """How a model lies on a mesh; shows itself as text, and as HTML in a notebook.
 

@@ -20,7 +20,7 @@ KEPT = ("master weights", "optimizer moments")
 ROWS = "rows of a mini-batch"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan(Tables):
     """What a step takes on a machine; shows itself as tables.
 

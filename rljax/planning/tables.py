@@ -7,7 +7,7 @@ import html
 from collections.abc import Sequence
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Table:
     """A titled table.
 
@@ -32,6 +32,8 @@ class Table:
             ]
         )
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         def line(tag: str, cells: Sequence[str]) -> str:
             return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
@@ -49,6 +51,8 @@ class Tables:
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.tables()))
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return "".join(table._repr_html_() for table in self.tables())
