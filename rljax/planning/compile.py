@@ -121,13 +121,15 @@ def _compile(name: str, lowered: jax.stages.Lowered, mesh: Mesh, started: float)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
+            found = ", ".join(f"{size(n)} {a}" for n, a in _largest(_dumped(folder, _REPORT), 2))
             raise ValueError(
-                f"the {name} step does not fit this mesh: {str(error).splitlines()[0]}; split the "
-                "weights over more devices, or take fewer slots or shorter rows"
+                f"the {name} step does not fit this mesh: {str(error).splitlines()[0]} The largest "
+                f"arrays, one after the other: {_short(found)}; split the weights over more "
+                "devices, or take fewer slots or shorter rows"
             ) from None
         seconds = time.perf_counter() - started
         text = _dumped(folder, "after_optimizations") or compiled.as_text() or ""
-        report = _dumped(folder, "memory-usage-report")
+        report = _dumped(folder, _REPORT)
     memory = compiled.memory_analysis()
     assert memory is not None
     return Compiled(
@@ -149,6 +151,7 @@ def _dumped(folder: str, what: str) -> str:
     return max((p.read_text() for p in Path(folder).glob(f"*{what}.txt")), key=len, default="")
 
 
+_REPORT = "memory-usage-report"
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _BUFFER = re.compile(
     r"^ *\S+ *\( *\d+%\); *(?P<size>[\d.]+)(?P<unit>[KMG]?i?B?); *\d+; *\d+; *(?P<arrays>\S.*)$",
