@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 import resource
 import tempfile
@@ -160,9 +159,11 @@ _BUFFER = re.compile(
 
 
 def _largest(report: str, most: int = 5) -> tuple[tuple[int, str], ...]:
-    """The first lines of XLA's report on memory, which has the largest buffers first."""
-    found = itertools.islice(_BUFFER.finditer(report), most)
-    return tuple((int(float(b["size"]) * _UNITS[b["unit"]]), b["arrays"]) for b in found)
+    """The largest buffers of XLA's report on memory."""
+    found = [
+        (int(float(b["size"]) * _UNITS[b["unit"]]), b["arrays"]) for b in _BUFFER.finditer(report)
+    ]
+    return tuple(sorted(found, key=lambda buffer: -buffer[0])[:most])
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
