@@ -119,7 +119,8 @@ class Topology:
         except (RuntimeError, OSError, ImportError) as error:
             raise ValueError(
                 f"topology={self.name!r}: chips are described by libtpu, which is not installed "
-                f"({str(error).splitlines()[0]}); pip install 'rljax[tpu]', or leave out compile"
+                f"({str(error).splitlines()[0]}); install the extra tpu (pip install 'jax[tpu]'), "
+                "or leave out compile"
             ) from None
         if len(found.devices) != self.num_chips:
             raise ValueError(

@@ -59,7 +59,9 @@ def test_topologies():
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
 def test_without_libtpu_the_way_to_get_it_is_told():
-    with pytest.raises(ValueError, match=r"libtpu, which is not installed .* pip install 'rljax"):
+    with pytest.raises(
+        ValueError, match=r"libtpu, which is not installed .* install the extra tpu"
+    ):
         planning.Topology.parse("v5p:2x2x1").devices()
 
 
