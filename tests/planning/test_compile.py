@@ -11,7 +11,7 @@ from rljax.planning.compile import Compared, compile_decode, compile_update
 CONFIG = models.decoder(
     vocab_size=512,
     hidden_size=128,
-    num_layers=2,
+    num_layers=1,
     num_heads=4,
     num_kv_heads=2,
     intermediate_size=256,
