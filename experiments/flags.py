@@ -6,9 +6,12 @@ import difflib
 import io
 import re
 import sys
-from typing import get_args
+from collections.abc import Iterable
+from typing import TypeVar, get_args
 
 from rljax.config import PRESETS, Config, ObjectiveName, ObjectiveSettings
+
+T = TypeVar("T")
 
 
 def parse(arguments: list[str], prog: str) -> tuple[str, Config]:
@@ -22,8 +25,6 @@ def parse(arguments: list[str], prog: str) -> tuple[str, Config]:
       ValueError: A flag is unknown (with the nearest known one), or a value cannot be read.
       SystemExit: --help was asked for, and printed.
     """
-    import tyro
-
     name, rest = "arithmetic", []
     remaining = iter(arguments)
     for argument in remaining:
@@ -35,19 +36,50 @@ def parse(arguments: list[str], prog: str) -> tuple[str, Config]:
             rest.append(argument)
     if name not in PRESETS:
         raise ValueError(f"preset={name!r} is unknown; the presets are {', '.join(PRESETS)}")
-    _refuse_unknown(rest)
     about = " ".join((PRESETS[name].__doc__ or "").split())
     default = _with_objective(PRESETS[name](), rest)
+    description = f"Presets: {', '.join(PRESETS)}. Flags change {name}: {about}"
+    return name, read(rest, default, prog, description, also=("preset",))
+
+
+def read(
+    arguments: list[str],
+    default: T,
+    prog: str,
+    description: str,
+    also: Iterable[str] = (),
+    switches: bool = False,
+) -> T:
+    """A dataclass of dataclasses with the flags applied, one flag a field.
+
+    Args:
+      arguments: The command line, without the program.
+      default: What the flags change.
+      prog: How the program is called, for --help.
+      description: What it does, for --help.
+      also: Further flags that the caller knows.
+      switches: Whether truths are written --flag and --no_flag, and not --flag True.
+
+    Raises:
+      ValueError: A flag is unknown (with the nearest known one), or a value cannot be read.
+      SystemExit: --help was asked for, and printed.
+    """
+    import tyro
+
+    names = _fields(default)
+    negated = [f"no_{name}" for name in names] if switches else []
+    _refuse_unknown(arguments, ["help", *also, *names, *negated])
+    plain = () if switches else (tyro.conf.FlagConversionOff,)
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            config = tyro.cli(
-                Config,
-                args=rest,
+            return tyro.cli(
+                type(default),
+                args=arguments,
                 default=default,
                 prog=prog,
-                description=f"Presets: {', '.join(PRESETS)}. Flags change {name}: {about}",
-                config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
+                description=description,
+                config=(tyro.conf.OmitArgPrefixes, *plain),
                 use_underscores=True,
             )
     except SystemExit as stop:
@@ -55,7 +87,6 @@ def parse(arguments: list[str], prog: str) -> tuple[str, Config]:
             raise
         text = re.sub(r"[\u2500-\u257f]", " ", complaint.getvalue())
         raise ValueError(" ".join(text.split()).replace("Parsing error", "flags:")) from None
-    return name, config
 
 
 def _with_objective(preset: Config, arguments: list[str]) -> Config:
@@ -72,10 +103,16 @@ def _with_objective(preset: Config, arguments: list[str]) -> Config:
     return dataclasses.replace(preset, objective=ObjectiveSettings(objective=chosen))
 
 
-def _refuse_unknown(arguments: list[str]) -> None:
-    known = ["help", "preset"]
-    for part in dataclasses.fields(Config):
-        known += [f.name for f in dataclasses.fields(part.default)]
+def _fields(part: object) -> list[str]:
+    """The names of all fields, those of parts included."""
+    found = []
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        found += _fields(value) if dataclasses.is_dataclass(value) else [field.name]
+    return found
+
+
+def _refuse_unknown(arguments: list[str], known: list[str]) -> None:
     for argument in arguments:
         if argument.startswith("--"):
             flag = argument[2:].split("=", 1)[0].replace("-", "_")

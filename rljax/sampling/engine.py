@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
 
 from rljax import mesh as meshes
 from rljax import models
@@ -236,6 +237,43 @@ class Engine:
             )
             for filtered in (False, True)
         }
+
+    def lower_decode(self) -> jax.stages.Lowered:
+        """The program of a decode chunk at full length, lowered from shapes alone.
+
+        Nothing is allocated, so that the mesh may be of described devices: for planning.
+        """
+
+        def inputs() -> tuple[decode.Pool, Array, decode.Slots]:
+            """The pool, and a table and slots as `_step` fills them in."""
+            pool = decode.make_pool(self.config, self._num_pages * self._shards, self.page_size)
+            n, most = self._slots * self._shards, -(-self.max_length // self.page_size)
+            table = jnp.zeros((n, _bucket(most, 1)), jnp.int32)
+            whole, real = jnp.zeros(n, jnp.int32), jnp.zeros(n, jnp.float32)
+            ids, stop = jnp.zeros((n, 4), jnp.int32), jnp.zeros((n, self._stop_ids), jnp.int32)
+            return (
+                pool,
+                table,
+                decode.Slots(whole, whole, whole > 0, whole, ids, real, real, whole, real, stop),
+            )
+
+        def laid_out(tree: Any, spec: P) -> Any:
+            layout = None if self.mesh is None else NamedSharding(self.mesh, spec)
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), tree
+            )
+
+        wanted = models.abstract(self.config, mesh=self.mesh, rules=meshes.ROLLOUT_RULES)
+        params = jax.tree.map(
+            lambda x, w: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=w.sharding),
+            jax.eval_shape(lambda p: models.for_compute(p, self.config), wanted),
+            wanted,
+        )
+        pool, table, slots = jax.eval_shape(inputs)
+        program: Any = self._decode[False]
+        return program.lower(
+            params, laid_out(pool, _POOL), laid_out(table, _ROWS), laid_out(slots, _ROWS)
+        )
 
     def _put(self, x: np.ndarray) -> jax.Array:
         """A host array [shards · n, ...] on its shards."""
