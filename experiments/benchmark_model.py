@@ -99,10 +99,10 @@ def run_jax(config: Config, folder: Path) -> dict[str, Any]:
                 return models.token_logprobs(params, model, part)[0].sum()
 
             def add(
-                params: Any, gradient: Any, part: Any, forward: Any = forward, tokens: int = tokens
+                params: Any, total: Any, part: Any, forward: Any = forward, tokens: int = tokens
             ) -> Any:
-                more = jax.grad(lambda p: forward(p, part) / tokens)(params)
-                return jax.tree.map(jnp.add, gradient, more)
+                gradient = jax.grad(lambda p: forward(p, part) / tokens)(params)
+                return jax.tree.map(jnp.add, total, gradient)
 
             start = time.perf_counter()
             value = jax.jit(forward).lower(params, parts[0]).compile()

@@ -139,15 +139,21 @@ def experts(
         return params[name].astype(x.dtype)
 
     if dispatch == "all":
-        # As three plain matmuls over [D, E·F]: batched ones are several times slower on CPU.
-        def wide(name: str) -> Array:
+
+        def every(name: str) -> Array:
             m = cast(name)
-            y = x @ m.transpose(1, 0, 2).reshape(m.shape[1], -1)
-            return y + cast(f"{name}_bias").reshape(-1) if biased else y
+            if n < m.shape[1]:
+                # Few rows: as a batch of E, for turning the weights round would cost more.
+                each = jnp.broadcast_to(x, (e, *x.shape))
+                y = jnp.einsum("end,edf->enf", each, m).swapaxes(0, 1)
+            else:
+                # Many rows: one plain matmul over [D, E·F] is faster than a batch of E on CPU.
+                y = (x @ m.transpose(1, 0, 2).reshape(m.shape[1], -1)).reshape(n, e, -1)
+            return y + cast(f"{name}_bias") if biased else y
 
         share = jnp.zeros((n, e), jnp.float32).at[jnp.arange(n)[:, None], chosen].add(weights)
-        hidden = _activate(wide("gate"), wide("up"), activation)
-        weighed = hidden.reshape(n, e, -1).astype(jnp.float32) * share[:, :, None]
+        hidden = _activate(every("gate"), every("up"), activation)
+        weighed = hidden.astype(jnp.float32) * share[:, :, None]
         down = cast("down")
         out = weighed.reshape(n, -1).astype(x.dtype) @ down.reshape(-1, down.shape[2])
         return out + share.astype(x.dtype) @ cast("down_bias") if biased else out

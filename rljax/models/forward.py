@@ -33,7 +33,7 @@ class Attend(Protocol):
         q: Float[Array, "B T H d"],
         k: Float[Array, "B T K d"],
         v: Float[Array, "B T K dv"],
-        layer: Int[Array, ""],
+        layer: Int[Array, ""] | int,
         cache: Any,
         /,
         *,
@@ -47,7 +47,7 @@ class Attend(Protocol):
           q: Queries, rotated.
           k: Keys of the same tokens, rotated.
           v: Their values.
-          layer: The layer's index, for the cache.
+          layer: The layer's index, for the cache; an int where layers do not run in a loop.
           cache: What the caller keeps between calls; None where it keeps nothing.
           scale: Multiplies the scores.
           window: How many positions back a query sees, its own included; None: all.
@@ -107,8 +107,9 @@ def rotate(x: Array, positions: Array, inverse: Array, magnitude: float = 1.0) -
     """Applies rotary embeddings (Su et al., 2021) to [B, T, heads, d], halves apart."""
     angle = positions[..., None, None].astype(jnp.float32) * inverse
     cos, sin = jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+    y = x.astype(jnp.float32)
+    return (y * cos + jnp.roll(y, y.shape[-1] // 2, axis=-1) * sin).astype(x.dtype)
 
 
 def attend_masked(
@@ -171,7 +172,7 @@ def full_attention(
         q: Array,
         k: Array,
         v: Array,
-        layer: Array,
+        layer: Array | int,
         cache: Any,
         *,
         scale: float,
@@ -201,7 +202,7 @@ def _attention(
     c: Attention | LatentAttention,
     config: ModelConfig,
     attend: Attend,
-    layer: Array,
+    layer: Array | int,
     cache: Any,
 ) -> tuple[Array, Any]:
     if isinstance(c, LatentAttention):
@@ -237,7 +238,7 @@ def _latent_attention(
     positions: Array,
     c: LatentAttention,
     attend: Attend,
-    layer: Array,
+    layer: Array | int,
     cache: Any,
 ) -> tuple[Array, Any]:
     """Keys and values are spelled out for each head where none are kept between calls.
@@ -375,10 +376,10 @@ def hidden_states(
             )
 
         def repeat(
-            carry: tuple[Array, Any, Array],
+            carry: tuple[Array, Any, Array | int],
             xs: tuple[list[Params], Array | None, Array | None],
             stack=stack,
-        ) -> tuple[tuple[Array, Any, Array], dict[str, Array] | None]:
+        ) -> tuple[tuple[Array, Any, Array | int], dict[str, Array] | None]:
             x, cache, layer = carry
             weights, replay, loads = xs
             outputs: list[dict[str, Array]] = []
@@ -412,13 +413,18 @@ def hidden_states(
             return (constrain_rows(x), cache, layer + len(stack.pattern)), stacked
 
         body = jax.checkpoint(repeat) if config.remat else repeat
-        (x, cache, _), stats = jax.lax.scan(
-            body,
-            (x, cache, jnp.int32(layer)),
-            (layers, replay, loads),
-            length=stack.repeats,
-            unroll=stack.repeats <= _UNROLLED,
-        )
+        if stack.repeats == 1:  # no loop: a cache may then hold an array for each layer
+            once = jax.tree.map(lambda a: a[0], (layers, replay, loads))
+            (x, cache, _), stats = body((x, cache, layer), once)
+            stats = jax.tree.map(lambda a: a[None], stats)
+        else:
+            (x, cache, _), stats = jax.lax.scan(
+                body,
+                (x, cache, jnp.int32(layer)),
+                (layers, replay, loads),
+                length=stack.repeats,
+                unroll=stack.repeats <= _UNROLLED,
+            )
         if stats is not None:
             found.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stats))
         layer += stack.repeats * len(stack.pattern)
@@ -454,16 +460,15 @@ def embed(
 def output_logits(params: Params, config: ModelConfig, hidden: Array) -> Array:
     """Logits in float32 [..., V] from final hidden states [..., D]."""
     # The tied embedding is contracted as it lies: turning it round would copy it at every step.
-    name, subscripts = ("embed", "...d,vd->...v") if config.tie_embeddings else (
-        "output", "...d,dv->...v",
-    )  # fmt: skip
-    return jnp.einsum(
-        subscripts,
-        hidden,
+    name, axis = ("embed", 1) if config.tie_embeddings else ("output", 0)
+    flat = jax.lax.dot_general(  # as one plain matrix, for the reason given in `matmul`
+        hidden.reshape(-1, hidden.shape[-1]),
         params[name].astype(hidden.dtype),
-        preferred_element_type=jnp.float32,
+        (((1,), (axis,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
     )
+    return flat.reshape(*hidden.shape[:-1], -1)
 
 
 def places(tokens: Array, positions: Array | None, segments: Array | None) -> tuple[Array, Array]:

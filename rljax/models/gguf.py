@@ -127,7 +127,7 @@ class File:
 
 def _config(values: dict[str, Any], vocab: int | None, tied: bool, where: str) -> ModelConfig:
     """The configuration that a GGUF file's metadata describe."""
-    family = values.get("general.architecture")
+    family: str = values.get("general.architecture", "")
     if family not in TABLES:
         raise ValueError(
             f"{where}: general.architecture={family!r} is not supported in GGUF files, only "

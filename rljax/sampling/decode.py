@@ -1,4 +1,4 @@
-"""The engine's programs on the device: prefill, page copies, and a chunk of decode steps."""
+"""The engine's programs on the device: prefill, and a chunk of decode steps."""
 
 from __future__ import annotations
 
@@ -9,150 +9,76 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from rljax.models.config import LatentAttention, ModelConfig
-from rljax.models.forward import Attend, attend_masked, hidden_states, output_logits
+from rljax.models.config import ModelConfig
+from rljax.models.forward import Attend, hidden_states, output_logits
 from rljax.models.parameters import Params
-from rljax.sampling.draw import draw, keep_mask, row_keys
-
-Pool = dict[str, Array]
-"""`k` and `v`, each [layers, pages, page_size, kv_heads, head_dim] in the compute dtype; bfloat16
-as its bits in uint16, since XLA on CPU scatters bfloat16 by converting the whole operand.
-
-Of latent attention there is only `k`, one head that holds the latent and then the rotary key:
-values are the leading part of keys."""
+from rljax.sampling.cache import (
+    Kept,
+    Pool,
+    gather_rows,
+    paged_attention,
+    row_attention,
+    scatter_rows,
+)
+from rljax.sampling.draw import draw, keep_mask, keys_at, row_keys
 
 
 @struct.dataclass
 class Slots:
-    """What a decode chunk knows of each slot; S slots, made anew by the host for each chunk.
+    """What a decode chunk knows of each row; made anew by the host for each chunk.
 
     Attributes:
-      token: int32 [S], the next token to feed.
-      position: int32 [S], its position; all before it are in the cache.
-      active: bool [S], whether the slot is decoding.
-      remaining: int32 [S], tokens it may still draw.
-      ids: int32 [S, 4], seed, prompt id, draw, sample id: its random key.
-      temperature: float32 [S], 0 for greedy.
-      top_p: float32 [S].
-      top_k: int32 [S].
-      min_p: float32 [S].
-      stop: int32 [S, K], end ids, -1 where unset.
+      token: int32 [R], the next token to feed.
+      position: int32 [R], its position; all before it are in the cache.
+      active: bool [R], whether the row is decoding.
+      remaining: int32 [R], tokens it may still draw.
+      ids: int32 [R, 4], seed, prompt id, draw, sample id: its random key.
+      temperature: float32 [R], 0 for greedy.
+      top_p: float32 [R].
+      top_k: int32 [R].
+      min_p: float32 [R].
+      stop: int32 [R, K], end ids, -1 where unset.
+      enough: int32 [1], the chunk ends once no more rows than these are active.
+      table: int32 [R, P], the row's own pages.
+      base: int32 [R], how many tokens before its own the row reads from pages its block shares.
+      shared: int32 [B, Q], the pages that each R / B rows share; [1, 0] where none do.
     """
 
-    token: Int[Array, " S"]
-    position: Int[Array, " S"]
-    active: Bool[Array, " S"]
-    remaining: Int[Array, " S"]
-    ids: Int[Array, "S 4"]
-    temperature: Float[Array, " S"]
-    top_p: Float[Array, " S"]
-    top_k: Int[Array, " S"]
-    min_p: Float[Array, " S"]
-    stop: Int[Array, "S K"]
+    token: Int[Array, " R"]
+    position: Int[Array, " R"]
+    active: Bool[Array, " R"]
+    remaining: Int[Array, " R"]
+    ids: Int[Array, "R 4"]
+    temperature: Float[Array, " R"]
+    top_p: Float[Array, " R"]
+    top_k: Int[Array, " R"]
+    min_p: Float[Array, " R"]
+    stop: Int[Array, "R K"]
+    enough: Int[Array, " 1"]
+    table: Int[Array, "R P"]
+    base: Int[Array, " R"]
+    shared: Int[Array, "B Q"]
 
 
 @struct.dataclass
 class Drawn:
-    """What a decode chunk drew; C is the chunk's length.
+    """What a decode chunk drew; R rows, C the chunk's length.
 
     Attributes:
-      tokens: int32 [S, C].
-      logp: float32 [S, C].
-      count: int32 [S], how many of the C each slot drew.
-      stopped: bool [S], whether the slot's last token was an end id.
-      routing: int32 [S, C, layers, k], of the token fed at each step; None unless asked for.
+      tokens: int32 [R, C].
+      logp: float32 [R, C].
+      count: int32 [R], how many of the C each row drew.
+      stopped: bool [R], whether the row's last token was an end id.
+      routing: int32 [R, C, layers, k], of the token fed at each step; None unless asked for.
       steps: int32 [1], how many steps the chunk ran (on one shard).
     """
 
-    tokens: Int[Array, "S C"]
-    logp: Float[Array, "S C"]
-    count: Int[Array, " S"]
-    stopped: Bool[Array, " S"]
-    routing: Int[Array, "S C layers k"] | None
+    tokens: Int[Array, "R C"]
+    logp: Float[Array, "R C"]
+    count: Int[Array, " R"]
+    stopped: Bool[Array, " R"]
+    routing: Int[Array, "R C layers k"] | None
     steps: Int[Array, " 1"]
-
-
-def make_pool(config: ModelConfig, num_pages: int, page_size: int) -> Pool:
-    """An empty KV pool.
-
-    Raises:
-      ValueError: Layers differ in their KV heads, which one pool cannot hold.
-    """
-    shapes = {
-        (("k",), 1, a.kv_rank + a.rope_dim)
-        if isinstance(a, LatentAttention)
-        else (("k", "v"), a.num_kv_heads, a.head_dim)
-        for a in (block.attention for block in config.layers)
-    }
-    if len(shapes) > 1:
-        raise ValueError(
-            f"layers differ in (arrays, kv_heads, head_dim) ({sorted(shapes)}); one pool "
-            "holds equal layers only"
-        )
-    names, *head = shapes.pop()
-    shape = (config.num_layers, num_pages, page_size, *head)
-    return {name: _to_bits(jnp.zeros(shape, config.dtype)) for name in names}
-
-
-def _to_bits(x: Array) -> Array:
-    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
-
-
-def _from_bits(x: Array) -> Array:
-    return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
-
-
-def paged_attention(
-    table: Int[Array, "S P"], positions: Int[Array, "S q"], live: Bool[Array, "S q"]
-) -> Attend:
-    """Writes the new keys and values into their pages, then attends over all pages of each row.
-
-    Where the pool keeps no values, those given must be the leading part of the keys.
-
-    Args:
-      table: The pages of each row, in order; entries past a row's length may be anything valid.
-      positions: Positions of the new tokens.
-      live: Which of them exist; others are neither written nor read by anyone.
-    """
-
-    def attend(
-        q: Array,
-        k: Array,
-        v: Array,
-        layer: Array,
-        pool: Any,
-        *,
-        scale: float,
-        window: int | None = None,
-        sinks: Array | None = None,
-    ) -> tuple[Array, Any]:
-        num_pages, page_size = pool["k"].shape[1:3]
-        page = jnp.take_along_axis(table, positions // page_size, axis=1, mode="clip")
-        page = jnp.where(live, page, num_pages)  # out of bounds: dropped
-        offset = positions % page_size
-        new = {"k": k, "v": v}
-        pool = {
-            name: kept.at[layer, page, offset].set(_to_bits(new[name]), mode="drop")
-            for name, kept in pool.items()
-        }
-        rows, pages = table.shape
-        read = {
-            name: _from_bits(kept[layer, table]).reshape(rows, pages * page_size, *k.shape[2:])
-            for name, kept in pool.items()
-        }
-        keys = read["k"]
-        values = read["v"] if "v" in read else keys[..., : v.shape[-1]]
-        place = jnp.arange(pages * page_size)
-        allowed = place[None, None, :] <= positions[:, :, None]
-        if window is not None:
-            allowed &= positions[:, :, None] - place[None, None, :] < window
-        # Old pages may hold anything: 0 · NaN is NaN, so what no query sees must be 0.
-        last = jnp.max(jnp.where(live, positions, -1), axis=1)
-        seen = (place[None, :] <= last[:, None])[:, :, None, None]
-        keys, values = jnp.where(seen, keys, 0), jnp.where(seen, values, 0)
-        return attend_masked(q, keys, values, allowed, scale, sinks), pool
-
-    return attend
 
 
 def prefill(
@@ -185,33 +111,29 @@ def prefill(
     return pool, None if router is None else router.experts
 
 
-def copy_pages(pool: Pool, source: Int[Array, " S"], target: Int[Array, " S"]) -> Pool:
-    """Copies pages; a target out of bounds is dropped."""
-    return {n: x.at[:, target].set(x[:, source], mode="drop") for n, x in pool.items()}
-
-
 def decode_chunk(
     params: Params,
     pool: Pool,
-    table: Int[Array, "S P"],
     slots: Slots,
     *,
     config: ModelConfig,
     chunk: int,
     filtered: bool,
     with_routing: bool,
+    gathered: bool,
 ) -> tuple[Pool, Drawn]:
-    """Up to `chunk` decode steps in one loop that ends early when every slot is done.
+    """Up to `chunk` decode steps in one loop that ends when few enough rows are active.
 
     Args:
       params: The weights.
       pool: The KV pool; donated.
-      table: Page table, with pages for all tokens that the chunk may write.
-      slots: The slots.
-      config: The model.
+      slots: The rows, and their pages for all tokens that the chunk may write.
+      config: The model; with its layers apart where `gathered`.
       chunk: Most steps C.
       filtered: Whether any row cuts its distribution (spares the sort where none does).
       with_routing: Whether to return the experts of each fed token.
+      gathered: Whether to copy the rows' pages out of the pool once, work on the copy, and write
+        the new tokens back at the end; else each step reads and writes the pages themselves.
 
     Returns:
       The pool and what was drawn.
@@ -226,23 +148,34 @@ def decode_chunk(
         else None
     )
     scale = jnp.where(slots.temperature > 0, slots.temperature, 1.0)[:, None]
+    start = slots.position - slots.base  # places in a row's own pages
+    cache: Any = pool
+    if gathered:
+        cache = gather_rows(pool, slots.table, start)
+        blocks, most = slots.shared.shape
+        filled = jnp.max(slots.base.reshape(blocks, -1), axis=1)
+        shared: Kept = gather_rows(pool, slots.shared, filled) if most else {}
+
+    def attention(position: Array, active: Array) -> Attend:
+        if gathered:
+            return row_attention(position[:, None], active[:, None], slots.base, shared)
+        return paged_attention(slots.table, position[:, None], active[:, None])
 
     def step(carry: tuple) -> tuple:
-        i, pool, token, position, active, drawn = carry
-        hidden, pool, router = hidden_states(
+        i, cache, token, position, active, drawn = carry
+        hidden, cache, router = hidden_states(
             params,
             config,
             token[:, None],
             position[:, None],
-            paged_attention(table, position[:, None], active[:, None]),
-            cache=pool,
+            attention(position, active),
+            cache=cache,
             counted=active[:, None],
         )
         with jax.named_scope("sampling"):
             z = output_logits(params, config, hidden[:, 0]) / scale
             kept = keep_mask(z, slots.top_p, slots.top_k, slots.min_p) if filtered else None
-            step_keys = jax.vmap(jax.random.fold_in)(keys, position + 1)
-            new, logp = draw(step_keys, z, slots.temperature, kept)
+            new, logp = draw(keys_at(keys, position + 1), z, slots.temperature, kept)
         stopped = active & jnp.any(new[:, None] == slots.stop, axis=1)
         count = drawn.count + active
         drawn = drawn.replace(
@@ -258,7 +191,7 @@ def decode_chunk(
             steps=drawn.steps + 1,
         )
         active = active & ~stopped & (count < slots.remaining)
-        return i + 1, pool, new, position + 1, active, drawn
+        return i + 1, cache, new, position + 1, active, drawn
 
     drawn = Drawn(
         tokens=blank,
@@ -268,6 +201,13 @@ def decode_chunk(
         routing=routing,
         steps=blank[:1, 0],
     )
-    carry = (jnp.int32(0), pool, slots.token, slots.position, slots.active, drawn)
-    carry = jax.lax.while_loop(lambda c: (c[0] < chunk) & jnp.any(c[4]), step, carry)
-    return carry[1], carry[5]
+    carry = (jnp.int32(0), cache, slots.token, slots.position, slots.active, drawn)
+    carry = jax.lax.while_loop(
+        lambda c: (c[0] < chunk) & (jnp.sum(c[4]) > slots.enough[0]), step, carry
+    )
+    _, cache, *_, drawn = carry
+    if gathered:
+        steps = jnp.arange(chunk)
+        written = steps < drawn.count[:, None]
+        cache = scatter_rows(pool, cache, slots.table, start[:, None] + steps, written)
+    return cache, drawn

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt
 
 
 def row_keys(ids: Int[Array, "S 4"]) -> Array:
     """One random key a row from (seed, prompt id, draw, sample id)."""
 
     def one(row: Array) -> Array:
-        key = jax.random.key(row[0])
+        key = jax.random.key(row[0], impl="threefry2x32")
         for i in range(1, 4):
             key = jax.random.fold_in(key, row[i])
         return key
 
     return jax.vmap(one)(ids)
+
+
+def keys_at(keys: Array, positions: Int[Array, " S"]) -> UInt[Array, "S 2"]:
+    """The key of each row at the position that is drawn."""
+    data = jax.random.key_data(keys)
+    place = positions.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)
+    first = _mix(data[:, 0] + place)
+    return jnp.stack([first, _mix(data[:, 1] ^ first)], axis=1)
 
 
 def keep_mask(
@@ -48,12 +56,15 @@ def keep_mask(
 
 
 def draw(
-    keys: Array,
+    keys: UInt[Array, "S 2"],
     logits: Float[Array, "S V"],
     temperature: Float[Array, " S"],
     kept: Array | None,
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Gumbel-argmax, which changes least when logits move by rounding.
+
+    In the form of a race: -log of an exponential variate is Gumbel noise, so the largest of
+    logit + noise is the largest of probability / variate, and probabilities are needed anyway.
 
     Args:
       keys: One random key a row.
@@ -68,7 +79,32 @@ def draw(
     if kept is not None:
         kept = kept | (temperature == 0)[:, None]
         logits = jnp.where(kept, logits, -jnp.inf)
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
-    token = jnp.argmax(logits + jnp.where(temperature[:, None] > 0, noise, 0.0), axis=-1)
-    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
-    return token.astype(jnp.int32), chosen - jax.nn.logsumexp(logits, axis=-1)
+    size = logits.shape[1]
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    mass = jnp.exp(logits - top)
+    pace = mass / jnp.where(temperature[:, None] > 0, exponential(keys, size), 1.0)
+    # Kept apart: fused into the reductions, the noise would be computed number by number on CPU,
+    # and so would an argmax.
+    mass, pace = jax.lax.optimization_barrier((mass, pace))
+    first = pace == jnp.max(pace, axis=-1, keepdims=True)
+    token = jnp.min(jnp.where(first, jnp.arange(size), size - 1), axis=-1)
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1) - top
+    return token.astype(jnp.int32), chosen[:, 0] - jnp.log(jnp.sum(mass, axis=-1))
+
+
+def exponential(keys: UInt[Array, "S 2"], size: int) -> Float[Array, "S size"]:
+    """Standard exponential variates, each a hash of its row's key and its place.
+
+    The smallest decide the race, so they have the finest grain: 32 bits of a uniform near 0.
+    """
+    place = jnp.arange(size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
+    bits = _mix(_mix(place + keys[:, :1]) ^ keys[:, 1:])
+    uniform = (bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32)
+    return -jnp.log1p(-jnp.minimum(uniform, jnp.float32(1 - 2**-24)))
+
+
+def _mix(x: Array) -> Array:
+    """A bijection of 32 bits in which each bit of the input moves every other (MurmurHash3)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

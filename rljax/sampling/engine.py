@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 from rljax import mesh as meshes
 from rljax import models
 from rljax.models.config import ModelConfig
-from rljax.sampling import decode
+from rljax.sampling import cache, decode, layers
+from rljax.sampling.rows import Rows, Shapes, arrange, bucket, buckets
 from rljax.sampling.scheduler import Fill, Group, Shard
 from rljax.sampling.scheduler import Sequence as Sample
 from rljax.sampling.types import Response, SamplingParams
@@ -52,9 +53,12 @@ class Engine:
         num_pages: int | None = None,
         max_length: int = 1024,
         *,
-        chunk: int = 16,
+        chunk: int = 32,
         prefill_tokens: int = 4096,
         stop_ids: int = 8,
+        least_rows: int = 4,
+        share: int = 8,
+        gathered: bool | None = None,
         with_routing: bool = False,
         detokenize: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
@@ -67,9 +71,18 @@ class Engine:
           page_size: Tokens of a page.
           num_pages: Pages of the whole pool; None: enough that none is ever put back.
           max_length: Longest prompt plus response.
-          chunk: Decode steps between two looks of the host.
+          chunk: Most decode steps between two looks of the host. A chunk ends earlier where half of
+            its rows would do, or where waiting sequences can have an eighth of the slots.
           prefill_tokens: Most tokens of one prefill call, padding counted.
           stop_ids: Most end ids of one request.
+          least_rows: Decode steps run on as few rows as hold the active sequences, in powers of two
+            from here up; with `least_rows` equal to `slots` all have the same shape.
+          share: So many samples of a prompt read its pages together, where that takes no more
+            rows; 1: none do.
+          gathered: Whether a chunk copies the active sequences' pages out of the pool and works
+            on the copy, layer by layer, which CPUs are fast at; it takes as much memory as those
+            pages, padded to the longest sequence. Else each step reads the pages themselves, in a
+            loop over layers, and nothing is shared. None: on CPU only.
           with_routing: Whether responses carry the experts of every token.
           detokenize: Token ids to text; needed where stop strings are used.
 
@@ -91,7 +104,7 @@ class Engine:
             raise ValueError(
                 f"slots={slots} do not divide over data×fsdp = {self._shards}; use a multiple"
             )
-        self._slots = slots // self._shards
+        self._slots, self._most_pages = slots // self._shards, most
         num_pages = (2 * most * slots) if num_pages is None else num_pages
         if num_pages % self._shards:
             raise ValueError(
@@ -104,9 +117,15 @@ class Engine:
                 f"num_pages={num_pages} gives a shard {self._num_pages} pages of {page_size}; one "
                 f"sequence of max_length={max_length} needs {most + 1}"
             )
+        if gathered is None:
+            device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+            gathered = device.platform == "cpu"
+        self._gathered = gathered
+        self._shapes = Shapes(self._slots, least_rows, share if gathered else 1, page_size, most)
         self._plan = [Shard(self._slots, self._num_pages, page_size) for _ in range(self._shards)]
         self._params: Any = None
-        self._pool: decode.Pool | None = None
+        self._decode_params: Any = None
+        self._pool: cache.Pool | None = None
         self._asked: dict[tuple[int, int], int] = {}
         self._busy = False
 
@@ -135,11 +154,14 @@ class Engine:
                 f"version {version} is older than the loaded {self.version}; versions only rise"
             )
         self._params = self._adopt(params)
+        self._decode_params = self._params
+        if self._gathered:
+            self._decode_params = layers.views(self._params, self.config)
         self.version = version
 
     def unload(self, keep_pool: bool = False) -> None:
         """Gives the weights back, and frees the KV pool unless it is to be kept."""
-        self._params = None
+        self._params = self._decode_params = None
         if not keep_pool:
             self._pool = None
 
@@ -193,7 +215,7 @@ class Engine:
 
     @functools.cached_property
     def _copy(self) -> Callable:
-        return self._over_shards(decode.copy_pages, _POOL, _POOL, _ROWS, _ROWS)
+        return self._over_shards(cache.copy_pages, _POOL, _POOL, _ROWS, _ROWS)
 
     @functools.cached_property
     def _decode(self) -> dict[bool, Callable]:
@@ -201,15 +223,15 @@ class Engine:
             filtered: self._over_shards(
                 functools.partial(
                     decode.decode_chunk,
-                    config=self.config,
+                    config=layers.apart(self.config) if self._gathered else self.config,
                     chunk=self.chunk,
                     filtered=filtered,
                     with_routing=self.with_routing,
+                    gathered=self._gathered,
                 ),
                 (_POOL, _ROWS),
                 _WHOLE,
                 _POOL,
-                _ROWS,
                 _ROWS,
             )
             for filtered in (False, True)
@@ -221,12 +243,14 @@ class Engine:
             return jnp.asarray(x)
         return jax.device_put(x, NamedSharding(self.mesh, _ROWS))
 
-    def _ready_pool(self) -> decode.Pool:
+    def _ready_pool(self) -> cache.Pool:
         if self._pool is None:
             make = functools.partial(
-                decode.make_pool, self.config, self._num_pages * self._shards, self.page_size
+                cache.make_pool, self.config, self._num_pages * self._shards, self.page_size
             )
-            out = None if self.mesh is None else NamedSharding(self.mesh, _POOL)
+            # Where the weights are: an array bound to no device would compile programs of its own.
+            here = jax.tree.leaves(self._params)[0].sharding
+            out = here if self.mesh is None else NamedSharding(self.mesh, _POOL)
             self._pool = jax.jit(make, out_shardings=out)()
         return self._pool
 
@@ -246,7 +270,7 @@ class Engine:
         Args:
           prompts: Token ids of each.
           num_generations: Samples a prompt, G.
-          sampling: One for all, or one a prompt.
+          sampling: One for all, one a prompt, or one a response (G for each prompt in turn).
           seed: Part of every random key.
           prompt_ids: Names of the prompts in their keys; by default their places.
           draws: How often each prompt was asked before; by default the engine's own count for
@@ -272,8 +296,15 @@ class Engine:
             raise ValueError(f"num_generations={g} must be at least 1")
         n = len(prompts)
         each = [sampling] * n if isinstance(sampling, SamplingParams) else list(sampling)
+        if len(each) == n:
+            each = [params for params in each for _ in range(g)]
         ids = list(range(n)) if prompt_ids is None else [int(i) for i in prompt_ids]
-        for name, values in (("sampling", each), ("prompt_ids", ids), ("draws", draws)):
+        if len(each) != n * g:
+            raise ValueError(
+                f"{len(each)} sampling for {n} prompts of {g} responses; give one for all, one a "
+                "prompt or one a response"
+            )
+        for name, values in (("prompt_ids", ids), ("draws", draws)):
             if values is not None and len(values) != n:
                 raise ValueError(f"{len(values)} {name} for {n} prompts; give one a prompt")
         if draws is None:
@@ -282,17 +313,21 @@ class Engine:
                 draws.append(self._asked.get((seed, i), 0))
                 self._asked[seed, i] = draws[-1] + 1
         groups = []
-        for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+        for index, prompt in enumerate(prompts):
             tokens = np.asarray(prompt, np.int32)
-            self._check(index, tokens, params)
+            mine = each[index * g : (index + 1) * g]
+            self._check(index, tokens, mine)
             key = (seed & 0x7FFFFFFF, ids[index] & 0x7FFFFFFF, int(draws[index]))
-            group = Group(index, tokens, params, key)
-            limit = min(params.max_tokens, self.max_length - len(tokens))
-            group.members = [Sample(index * g + k, group, k, limit) for k in range(g)]
+            group = Group(index, tokens, key)
+            room = self.max_length - len(tokens)
+            group.members = [
+                Sample(index * g + k, group, k, params, min(params.max_tokens, room))
+                for k, params in enumerate(mine)
+            ]
             groups.append(group)
         return groups
 
-    def _check(self, index: int, tokens: np.ndarray, params: SamplingParams) -> None:
+    def _check(self, index: int, tokens: np.ndarray, each: list[SamplingParams]) -> None:
         if tokens.ndim != 1 or not len(tokens):
             raise ValueError(
                 f"prompt {index} is empty; give at least one token, such as the "
@@ -308,12 +343,13 @@ class Engine:
                 f"prompt {index} holds token ids from {tokens.min()} to {tokens.max()}; the "
                 f"vocabulary has {self.config.vocab_size}"
             )
-        if len(params.stop_token_ids) > self._stop_ids:
+        most = max(len(params.stop_token_ids) for params in each)
+        if most > self._stop_ids:
             raise ValueError(
-                f"{len(params.stop_token_ids)} stop_token_ids; the engine takes {self._stop_ids}: "
-                "raise Engine(stop_ids=...)"
+                f"{most} stop_token_ids; the engine takes {self._stop_ids}: raise "
+                "Engine(stop_ids=...)"
             )
-        if params.stop and self._detokenize is None:
+        if any(params.stop for params in each) and self._detokenize is None:
             raise ValueError("stop strings need Engine(..., detokenize=tokenizer.decode)")
 
     def _run(self, groups: list[Group]) -> Iterator[list[Response]]:
@@ -332,7 +368,8 @@ class Engine:
                 for shard in self._plan:
                     shard.grow(self.chunk)
                 self._admit()
-                for group in self._collect(self._step()):
+                rows = arrange([shard.active for shard in self._plan], self._shapes)
+                for group in self._collect(rows, self._step(rows)):
                     yield self._responses(group)
         finally:
             for shard in self._plan:
@@ -359,11 +396,11 @@ class Engine:
     def _prefill_round(self, fills: list[list[Fill]]) -> list[list[Fill]]:
         """Runs one bucket of prefill rows; returns what is left."""
         longest = max(len(f.tokens) for part in fills for f in part)
-        width = min(_bucket(longest, _WIDTH), self._widest)
-        rows = min(_bucket(max(len(part) for part in fills), _ROWS_LEAST), self._most_rows(width))
+        width = bucket(longest, _WIDTH, self._widest)
+        rows = bucket(max(len(part) for part in fills), _ROWS_LEAST, self._most_rows(width))
         batch = [part[:rows] for part in fills]
         ends = [f.start + min(len(f.tokens), width) for part in batch for f in part]
-        columns = _bucket(-(-max(ends) // self.page_size), 1)
+        columns = bucket(self._pages(max(ends)), self._pages(width), self._most_pages, _GROWTH)
         tokens = np.zeros((self._shards, rows, width), np.int32)
         start, count = (np.zeros((self._shards, rows), np.int32) for _ in range(2))
         table = np.zeros((self._shards, rows, columns), np.int32)
@@ -398,12 +435,16 @@ class Engine:
     @property
     def _widest(self) -> int:
         """Tokens of a prompt that one prefill call takes."""
-        return _bucket(self._prefill_tokens // 8 + 1, _WIDTH)
+        most = min(self._prefill_tokens // 8, self.max_length)
+        return bucket(most, _WIDTH, 1 << most.bit_length())
 
     def _most_rows(self, width: int) -> int:
         """Prompts of that width that one prefill call takes."""
         fits = max(self._prefill_tokens // width, 1)
-        return min(1 << (fits.bit_length() - 1), _bucket(self._slots, _ROWS_LEAST))
+        return min(1 << (fits.bit_length() - 1), bucket(self._slots, _ROWS_LEAST, 1 << 30))
+
+    def _pages(self, tokens: int) -> int:
+        return min(-(-tokens // self.page_size), self._most_pages)
 
     def warm_up(self, filtered: bool = False) -> int:
         """Compiles every shape that can come up, so that nothing is compiled later.
@@ -419,93 +460,122 @@ class Engine:
         """
         if self._params is None:
             raise RuntimeError("the engine has no weights; call load(params, version) first")
-        most = _bucket(-(-self.max_length // self.page_size), 1)
-        columns = [1 << i for i in range(most.bit_length())]
         n = self._shards
         ran = 0
-        for c in columns:
+        for rows, pages, shared in self._shapes.every():
+            nobody = Rows([[None] * rows for _ in range(n)], shared > 0)
             for kind in {False, filtered}:
-                self._step(columns=c, filtered=kind)
+                self._step(nobody, pages, shared, kind)
                 ran += 1
-        width = _WIDTH
-        while width <= min(self._widest, _bucket(self.max_length, _WIDTH)):
-            rows = min(_ROWS_LEAST, self._most_rows(width))
-            while rows <= self._most_rows(width):
-                for c in columns:
+        for width in buckets(_WIDTH, self._widest):
+            most = self._most_rows(width)
+            for rows in buckets(_ROWS_LEAST, most):
+                for columns in buckets(self._pages(width), self._most_pages, _GROWTH):
                     tokens = np.zeros((n * rows, width), np.int32)
                     none = np.zeros(n * rows, np.int32)
-                    table = np.zeros((n * rows, c), np.int32)
+                    table = np.zeros((n * rows, columns), np.int32)
                     self._pool, _ = self._prefill(
                         self._params,
                         self._ready_pool(),
                         *(self._put(x) for x in (tokens, none, none, table)),
                     )
                     ran += 1
-                rows *= 2
-            width *= 2
         nowhere = np.full(n * self._slots, self._num_pages, np.int32)
         self._pool = self._copy(
             self._ready_pool(), self._put(np.zeros_like(nowhere)), self._put(nowhere)
         )
         return ran + 1
 
-    def _step(self, columns: int | None = None, filtered: bool = False) -> decode.Drawn:
-        """One chunk of decode steps for all slots."""
-        shape = (self._shards, self._slots)
-        token, position, remaining, top_k = (np.zeros(shape, np.int32) for _ in range(4))
-        active = np.zeros(shape, bool)
-        ids = np.zeros((*shape, 4), np.int32)
-        temperature, min_p = np.ones(shape, np.float32), np.zeros(shape, np.float32)
-        top_p = np.ones(shape, np.float32)
-        stop = np.full((*shape, self._stop_ids), -1, np.int32)
-        if columns is None:
-            most = max(len(q.pages) for shard in self._plan for q in shard.active)
-            columns = _bucket(most, 1)
-        table = np.zeros((*shape, columns), np.int32)
-        for s, shard in enumerate(self._plan):
-            for q in shard.active:
-                at = (s, q.slot)
-                params = q.group.sampling
-                token[at], position[at], active[at] = q.last_token, q.fed, True
-                remaining[at] = q.limit - len(q.tokens)
-                ids[at] = (*q.group.key, q.sample)
-                temperature[at], top_p[at] = params.temperature, params.top_p
-                top_k[at], min_p[at] = params.top_k, params.min_p
-                stop[s, q.slot, : len(params.stop_token_ids)] = params.stop_token_ids
-                table[s, q.slot, : len(q.pages)] = q.pages
-                filtered |= params.filtered
-        arrays = (token, position, active, remaining, ids, temperature, top_p, top_k, min_p, stop)
-        slots = decode.Slots(*(self._put(x.reshape(-1, *x.shape[2:])) for x in arrays))
-        self._pool, drawn = self._decode[filtered](
-            self._params, self._ready_pool(), self._put(table.reshape(-1, columns)), slots
-        )
+    def _step(
+        self, rows: Rows, pages: int = 0, shared_pages: int = 0, filtered: bool = False
+    ) -> decode.Drawn:
+        """One chunk of decode steps; with at least so many columns in its page tables."""
+        full = {id(q): self._shared_pages(q) if rows.shared else 0 for _, _, q in rows}
+        for _, _, q in rows:
+            pages = max(pages, len(q.pages) - full[id(q)])
+            shared_pages = max(shared_pages, full[id(q)])
+            filtered |= q.sampling.filtered
+        n, slots = self._shards, self._blank_slots(rows, pages, shared_pages)
+        for s, row, q in rows:
+            at, shared = (s, row), full[id(q)]
+            params = q.sampling
+            slots.token[at], slots.position[at], slots.active[at] = q.last_token, q.fed, True
+            slots.remaining[at] = q.limit - len(q.tokens)
+            slots.ids[at] = (*q.group.key, q.sample)
+            slots.temperature[at], slots.top_p[at] = params.temperature, params.top_p
+            slots.top_k[at], slots.min_p[at] = params.top_k, params.min_p
+            slots.stop[s, row, : len(params.stop_token_ids)] = params.stop_token_ids
+            slots.table[s, row, : len(q.pages) - shared] = q.pages[shared:]
+            if rows.shared:
+                slots.base[at] = shared * self.page_size
+                slots.shared[s, row // self._shapes.share, :shared] = q.pages[:shared]
+        flat = jax.tree.map(lambda x: self._put(x.reshape(n * x.shape[1], *x.shape[2:])), slots)
+        self._pool, drawn = self._decode[filtered](self._decode_params, self._ready_pool(), flat)
         drawn = jax.tree.map(np.asarray, drawn)
         self.steps += int(drawn.steps.sum())
         return drawn
 
-    def _collect(self, drawn: Any) -> list[Group]:
-        """Hands each slot its tokens; returns the groups that are finished by it."""
+    def _shared_pages(self, q: Sample) -> int:
+        return (len(q.group.prompt) - 1) // self.page_size
+
+    def _blank_slots(self, rows: Rows, pages: int, shared_pages: int) -> decode.Slots:
+        """Slots of empty rows, as numpy arrays [shards, rows of a shard, ...]."""
+        n, count = self._shards, len(rows.of_shard[0])
+        blocks, columns = 1, 0
+        if rows.shared:
+            blocks = count // self._shapes.share
+            columns = self._shapes.shared_pages(shared_pages)
+
+        def full(value: int, *shape: int) -> np.ndarray:
+            return np.full((n, *shape), value, np.int32)
+
+        fields: dict[str, Any] = dict(
+            token=full(0, count),
+            position=full(0, count),
+            active=np.zeros((n, count), bool),
+            remaining=full(0, count),
+            ids=full(0, count, 4),
+            temperature=np.ones((n, count), np.float32),
+            top_p=np.ones((n, count), np.float32),
+            top_k=full(0, count),
+            min_p=np.zeros((n, count), np.float32),
+            stop=full(-1, count, self._stop_ids),
+            enough=np.asarray([[self._enough(s, count)] for s in range(n)], np.int32),
+            table=full(0, count, self._shapes.pages(pages)),
+            base=full(0, count),
+            shared=full(0, blocks, columns),
+        )
+        return decode.Slots(**fields)
+
+    def _enough(self, shard: int, rows: int) -> int:
+        """With so few sequences left on a shard, the host had better look again."""
+        plan = self._plan[shard]
+        smaller = rows // 2 if self._shapes.rows(rows // 2) < rows else 0
+        room = len(plan.active) - max(self._slots // 8, 1) if plan.waiting else 0
+        return max(smaller, room, 0)
+
+    def _collect(self, rows: Rows, drawn: decode.Drawn) -> list[Group]:
+        """Hands each sequence its tokens; returns the groups that are finished by it."""
         done = []
-        for s, shard in enumerate(self._plan):
-            for q in shard.active:
-                at = s * self._slots + self._plan[s].slots.index(q)
-                n = int(drawn.count[at])
-                q.tokens += drawn.tokens[at, :n].tolist()
-                q.logp += drawn.logp[at, :n].tolist()
-                q.versions += [self.version] * n
-                if drawn.routing is not None:
-                    q.routing.append(drawn.routing[at, :n])
-                reason = None
-                if drawn.stopped[at]:
-                    reason = "stop"
-                elif len(q.tokens) >= q.limit:
-                    reason = "length"
-                if q.group.sampling.stop and self._cut_at_string(q, n):
-                    reason = "stop"
-                if reason is not None:
-                    shard.finish(q, reason)
-                    if all(m.finish_reason for m in q.group.members):
-                        done.append(q.group)
+        for s, row, q in rows:
+            at = s * len(rows.of_shard[s]) + row
+            n = int(drawn.count[at])
+            q.tokens += drawn.tokens[at, :n].tolist()
+            q.logp += drawn.logp[at, :n].tolist()
+            q.versions += [self.version] * n
+            if drawn.routing is not None:
+                q.routing.append(np.asarray(drawn.routing[at, :n]))
+            reason = None
+            if drawn.stopped[at]:
+                reason = "stop"
+            elif len(q.tokens) >= q.limit:
+                reason = "length"
+            if q.sampling.stop and self._cut_at_string(q, n):
+                reason = "stop"
+            if reason is not None:
+                self._plan[s].finish(q, reason)
+                if all(m.finish_reason for m in q.group.members):
+                    done.append(q.group)
         return done
 
     def _cut_at_string(self, q: Sample, new: int) -> bool:
@@ -513,7 +583,7 @@ class Engine:
         assert self._detokenize is not None
         for end in range(len(q.tokens) - new + 1, len(q.tokens) + 1):
             text = self._detokenize(q.tokens[:end])
-            if any(stop in text for stop in q.group.sampling.stop):
+            if any(stop in text for stop in q.sampling.stop):
                 del q.tokens[end:], q.logp[end:], q.versions[end:]
                 return True
         return False
@@ -545,17 +615,13 @@ class Engine:
         return out
 
 
-_WIDTH = 16  # least tokens of a prefill row
+_WIDTH = 32  # least tokens of a prefill row
 _ROWS_LEAST = 4  # least rows of a prefill call
+_GROWTH = 4  # of the pages that a prefill call may read
 
 _WHOLE = P()
 _POOL = P(None, meshes.BATCH_AXES)
 _ROWS = P(meshes.BATCH_AXES)
-
-
-def _bucket(n: int, least: int) -> int:
-    """The smallest power of two that is at least n and `least`."""
-    return max(least, 1 << (max(n, 1) - 1).bit_length())
 
 
 def generate(
@@ -583,7 +649,7 @@ def generate(
     longest = max((len(p) for p in prompts), default=1)
     engine.setdefault("max_length", longest + sampling.max_tokens)
     shards = meshes.batch_shards(mesh)
-    engine.setdefault("slots", shards * min(_bucket(len(prompts) * num_generations, 1), 64))
+    engine.setdefault("slots", shards * bucket(len(prompts) * num_generations, 1, 64))
     runner = Engine(config, mesh, **engine)
     runner.load(params, version=0)
     groups = runner.generate(prompts, num_generations, sampling, seed)

@@ -18,7 +18,6 @@ class Group:
     Attributes:
       index: Place of the prompt in the call.
       prompt: int32 [n].
-      sampling: How its responses are drawn.
       key: seed, prompt id, draw.
       pages: Pages of the prompt's first n-1 tokens, held while a member is decoding; the last of
         them may be partly filled and is copied for each member that will write to it.
@@ -28,7 +27,6 @@ class Group:
 
     index: int
     prompt: np.ndarray
-    sampling: SamplingParams
     key: tuple[int, int, int]
     pages: list[int] | None = None
     members: list[Sequence] = dataclasses.field(default_factory=list)
@@ -47,6 +45,7 @@ class Sequence:
       order: Its place in the order of requests; the youngest has the highest.
       group: The group it belongs to.
       sample: Which of the group's samples.
+      sampling: How it is drawn.
       limit: Most tokens it may draw.
       tokens, logp, versions, routing: What was drawn so far.
       slot: The slot it decodes in; None while it waits and when it is done.
@@ -57,6 +56,7 @@ class Sequence:
     order: int
     group: Group
     sample: int
+    sampling: SamplingParams
     limit: int
     tokens: list[int] = dataclasses.field(default_factory=list)
     logp: list[float] = dataclasses.field(default_factory=list)

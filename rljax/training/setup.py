@@ -188,10 +188,13 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
             )
         )
         scorer.check(prompts.prompts[0].columns)
+        # Responses that end within a chunk or two leave nothing to gain from fewer rows.
+        brief = settings.max_completion_length <= 2 * settings.decode_chunk
         engine = Engine(
             policy.model,
             mesh,
             slots=settings.slots,
+            least_rows=settings.slots if brief else max(settings.slots // 16, 4),
             page_size=settings.page_size,
             num_pages=settings.num_pages or None,
             max_length=data.max_prompt_length + settings.max_completion_length,

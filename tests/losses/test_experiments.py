@@ -53,7 +53,42 @@ def test_verdicts(gaps, word):
     assert importlib.import_module("experiments.entropy_clip").verdict(gaps) == word
 
 
-def test_benchmark(capsys):
+def test_benchmark_losses(capsys):
     benchmark = importlib.import_module("experiments.benchmark_losses")
     benchmark.main(benchmark.Config(responses=16, length=256, repeats=2))
     assert set(printed(capsys)["jax"]) == set(benchmark.OBJECTIVES)
+
+
+def test_benchmark_model(capsys):
+    benchmark = importlib.import_module("experiments.benchmark_model")
+    config = benchmark.Config(
+        models=("tiny-moe",), shapes=("4x1", "4x6"), micro_batch=2, repeats=2, matmul_size=32
+    )
+    benchmark.main(config)
+    found = printed(capsys)
+    assert found["torch"] is None or found["torch"]["peak_gflops"] > 0
+    one, many = (found["jax"]["cases"][f"tiny-moe 4x{n}"] for n in (1, 6))
+    assert set(one) == {"forward"} and set(many) == {"forward", "both"}
+    assert many["forward"]["flops"] == 6 * one["forward"]["flops"] == many["both"]["flops"] / 3
+    # A new model's log-probabilities are about those of a uniform choice of 64.
+    assert many["forward"]["value"] == pytest.approx(-np.log(64) * 5 / 6, rel=0.1)
+
+
+def test_benchmark_sampler(capsys, monkeypatch):
+    benchmark = importlib.import_module("experiments.benchmark_sampler")
+    presets = importlib.import_module("rljax.models.presets")
+    small = presets.decoder(
+        vocab_size=8192, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16
+    )
+    monkeypatch.setattr(benchmark, "torch_half", lambda *_, **__: None)
+    monkeypatch.setattr(
+        importlib.import_module("rljax.models"), "PRESETS", {"speed-s": lambda: small}
+    )
+    sizes = {"prompts": 2, "prompt_length": 5, "generations": 2, "new_tokens": 20, "repeats": 1}
+    config = benchmark.Config(models=("speed-s",), **sizes)
+    benchmark.main(config)
+    found = printed(capsys)["speed-s"]
+    assert found["engine"]["late_compilations"] == 0
+    for workload in config.workloads:
+        assert found["engine"][workload]["best"] > 0 and found["ideal"][workload]["best"] > 0
+    assert benchmark.lengths_of(benchmark.Config(), "long-tail").sum() == 2466

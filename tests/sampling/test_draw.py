@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.sampling.draw import draw, keep_mask, row_keys
+from rljax.sampling.draw import draw, exponential, keep_mask, keys_at, row_keys
 
 LOGITS = jnp.log(jnp.array([0.4, 0.3, 0.15, 0.1, 0.05]))
 N = 20_000
@@ -48,12 +48,12 @@ def test_frequencies_and_logprobs_are_those_of_the_distribution(kept):
     np.testing.assert_allclose(np.exp(logp), probs[np.asarray(token)], rtol=1e-5)
 
 
-_draw = jax.jit(lambda ids, z, t, mask: draw(row_keys(ids), z, t, mask))
+_draw = jax.jit(lambda ids, z, t, mask: draw(jax.random.key_data(row_keys(ids)), z, t, mask))
 
 
 def test_greedy_rows_take_the_likeliest_and_report_the_whole_distribution():
     kept = jnp.array([[True, False, False, False, False]])
-    token, logp = draw(row_keys(jnp.zeros((1, 4), jnp.int32)), LOGITS[None], jnp.zeros(1), kept)
+    token, logp = draw(jnp.zeros((1, 2), jnp.uint32), LOGITS[None], jnp.zeros(1), kept)
     assert int(token[0]) == 0
     np.testing.assert_allclose(float(logp[0]), np.log(0.4), rtol=1e-6)
 
@@ -62,3 +62,42 @@ def test_each_part_of_the_key_matters():
     ids = jnp.array([[0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
     data = np.asarray(jax.random.key_data(row_keys(ids)))
     assert len({tuple(row) for row in data}) == 5
+
+
+def test_the_noise_is_exponential_and_independent_across_rows_places_and_positions():
+    ids = jnp.stack(
+        [jnp.zeros(256, jnp.int32), jnp.arange(256), *jnp.zeros((2, 256), jnp.int32)], 1
+    )
+    one, next_one = (np.asarray(_noise(ids, jnp.full(256, p)), np.float64) for p in (5, 6))
+    uniform = np.exp(-one)
+    counts, _ = np.histogram(uniform, 64, (0, 1))
+    n = uniform.size
+    assert ((counts - n / 64) ** 2 / (n / 64)).sum() < 120  # 63 degrees of freedom, p = 2e-5
+    smallest = one.min(1) * one.shape[1]  # of 4096: exponential too, the tail that decides a draw
+    assert abs(smallest.mean() - 1) < 5 / 16 and abs((smallest < 0.1).mean() - 0.095) < 0.09
+    bound = 5 / np.sqrt(n)
+    for other in (next_one, np.roll(one, 1, 0), np.roll(one, 1, 1), np.roll(one, 64, 1)):
+        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < bound
+
+
+_noise = jax.jit(lambda ids, p: exponential(keys_at(row_keys(ids), p), 4096))
+
+
+def test_frequencies_over_a_large_vocabulary():
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=4096) * 2, jnp.float32)
+    counts = np.zeros(4096)
+    for start in range(0, N, 1000):
+        ids = jnp.stack(
+            [jnp.full(1000, 3), start + jnp.arange(1000), *jnp.zeros((2, 1000), int)], 1
+        )
+        mask = jnp.ones((1000, 4096), bool)
+        token, _ = _draw(ids, jnp.broadcast_to(logits, (1000, 4096)), jnp.ones(1000), mask)
+        counts += np.bincount(np.asarray(token), minlength=4096)
+    expected = N * np.asarray(jax.nn.softmax(logits))
+    large = expected > 10
+    chi_square = ((counts - expected)[large] ** 2 / expected[large]).sum()
+    free = large.sum()
+    assert abs(chi_square - free) < 4.5 * np.sqrt(2 * free)
+    rest = N - expected[large].sum()
+    assert abs((N - counts[large].sum()) - rest) < 4.5 * np.sqrt(rest)

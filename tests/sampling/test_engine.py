@@ -12,7 +12,7 @@ import pytest
 from rljax import mesh as meshes
 from rljax import models
 from rljax.monitoring import compilations
-from rljax.sampling import Engine, SamplingParams, decode, generate
+from rljax.sampling import Engine, SamplingParams, cache, generate
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "models"
 SAMPLING = SamplingParams(max_tokens=13, temperature=0.7, stop_token_ids=(1,))
@@ -106,8 +106,8 @@ def test_greedy_is_the_argmax_of_the_full_forward(dense, prompts):
 
 @pytest.mark.parametrize("page_size,exact", [(32, True), (4, False)])
 def test_order_and_neighbours_change_no_bit(mixture, prompts, page_size, exact):
-    """Bit for bit where the compiled shapes are equal (one page, one prefill bucket)."""
-    engine = make_engine(mixture, page_size=page_size, prefill_tokens=128)
+    """Bit for bit where the compiled shapes are equal (one page, prefill bucket and row count)."""
+    engine = make_engine(mixture, page_size=page_size, prefill_tokens=128, least_rows=8, share=1)
     order = [4, 2, 5, 0, 3, 1]
     first = run(engine, prompts, prompt_ids=range(6), draws=[0] * 6)
     again = run(engine, [prompts[i] for i in order], prompt_ids=order, draws=[0] * 6)
@@ -137,6 +137,41 @@ def test_slots_do_not_matter(dense, prompts):
         np.testing.assert_allclose(response.logp, many[key].logp, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{"share": 2}, {"gathered": False}, {"least_rows": 1}])
+def test_how_steps_are_arranged_does_not_matter(mixture, prompts, options):
+    plain = run(make_engine(mixture, with_routing=True, share=1, least_rows=8), prompts, 4)
+    engine = make_engine(mixture, with_routing=True, **options)
+    shared = []
+    step = engine._step
+    engine._step = lambda rows, *a: shared.append(rows.shared) or step(rows, *a)
+    other = run(engine, prompts, 4)
+    assert any(shared) == ("share" in options)
+    for key, response in plain.items():
+        np.testing.assert_array_equal(response.tokens, other[key].tokens)
+        np.testing.assert_allclose(response.logp, other[key].logp, atol=1e-5)
+        np.testing.assert_array_equal(response.routing, other[key].routing)
+
+
+def test_a_pool_in_bfloat16(dense, prompts):
+    config, params = dense
+    config = dataclasses.replace(config, dtype="bfloat16")
+    chosen = prompts[3:5]
+    for gathered in (True, False):
+        found = run(make_engine((config, params), gathered=gathered), chosen, 4)
+        for (p, _), response in found.items():
+            expected, _ = trainer_logp((config, params), chosen[p], response, 0.7)
+            np.testing.assert_allclose(response.logp, expected, atol=0.1)
+
+
+def test_each_response_may_have_sampling_parameters_of_its_own(dense):
+    limits = [SamplingParams(max_tokens=n) for n in (3, 9, 1, 5)]
+    engine = make_engine(dense)
+    found = run(engine, [[5], [6]], 2, limits)
+    assert [len(r.tokens) for _, r in sorted(found.items())] == [3, 9, 1, 5]
+    with pytest.raises(ValueError, match="3 sampling for 2 prompts of 2 responses"):
+        engine.generate([[5], [6]], 2, limits[:3])
+
+
 @pytest.mark.parametrize("data,fsdp", [(2, 1), (2, 4)])
 def test_a_mesh_gives_the_same(mixture, prompts, data, fsdp):
     mesh = meshes.make(data=data, fsdp=fsdp, devices=jax.devices()[: data * fsdp])
@@ -158,7 +193,7 @@ def test_a_mesh_gives_the_same_with_latent_attention(latent, prompts):
 @pytest.mark.parametrize("dtype,itemsize", [("float32", 4), ("bfloat16", 2)])
 def test_of_latent_attention_only_latent_and_rotary_key_are_paged(latent, dtype, itemsize):
     config = dataclasses.replace(latent[0], dtype=dtype)
-    pool = jax.eval_shape(functools.partial(decode.make_pool, config, num_pages=5, page_size=3))
+    pool = jax.eval_shape(functools.partial(cache.make_pool, config, num_pages=5, page_size=3))
     size = sum(x.size * x.dtype.itemsize for x in pool.values())
     assert size == 5 * 3 * (8 + 4) * itemsize * config.num_layers
 
@@ -223,6 +258,15 @@ def test_the_weights_are_the_trainers_own_buffers(dense):
     ours, theirs = jax.tree.leaves(engine._params), jax.tree.leaves(params)
     pointers = [x.unsafe_buffer_pointer() for x in ours]
     assert pointers == [x.unsafe_buffer_pointer() for x in theirs]
+    blocks = engine._decode_params["stacks"][0]  # each layer's part of the same memory
+    for stacked, *layers in zip(
+        *map(jax.tree.leaves, (params["stacks"][0][0], *blocks)), strict=True
+    ):
+        for i, layer in enumerate(layers):
+            offset = i * layer.nbytes
+            if offset % 64 == 0:  # else the backend wants a copy
+                assert layer.unsafe_buffer_pointer() == stacked.unsafe_buffer_pointer() + offset
+            np.testing.assert_array_equal(layer, stacked[i : i + 1])
 
 
 def test_responses_carry_the_version_and_versions_only_rise(dense):

@@ -1,0 +1,129 @@
+"""Which sequence decodes in which row of the next chunk, and the few shapes that chunks have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from rljax.sampling.scheduler import Sequence
+
+
+def bucket(n: int, least: int, most: int, growth: int = 2) -> int:
+    """The smallest of least, least · growth, … that holds n, but no more than `most`."""
+    size = least
+    while size < n:
+        size *= growth
+    return min(size, most)
+
+
+def buckets(least: int, most: int, growth: int = 2) -> list[int]:
+    """All values of `bucket`, in order."""
+    sizes = [min(least, most)]
+    while sizes[-1] < most:
+        sizes.append(min(sizes[-1] * growth, most))
+    return sizes
+
+
+_LEAST_TOKENS = 64  # of a row's pages: fewer cost no less
+_GROWTH = 4  # of pages that rows share: their keys are read once for all, so padding costs little
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """The shapes of decode chunks on one shard.
+
+    Attributes:
+      slots: The most rows.
+      least_rows: The fewest.
+      share: Rows of a block that read a prompt's pages together; 1: none do.
+      page_size: Tokens of a page.
+      most_pages: Pages of the longest sequence.
+    """
+
+    slots: int
+    least_rows: int
+    share: int
+    page_size: int
+    most_pages: int
+
+    def rows(self, n: int) -> int:
+        """Rows of a chunk for n sequences."""
+        return bucket(n, min(self.least_rows, self.slots), self.slots)
+
+    def pages(self, n: int) -> int:
+        """Columns of a page table that holds n pages of a row's own."""
+        return bucket(n, self._least_pages, self.most_pages)
+
+    def shared_pages(self, n: int) -> int:
+        """Columns of a page table that holds n pages of a prompt's."""
+        return bucket(n, self._least_pages, self.most_pages, _GROWTH)
+
+    @property
+    def _least_pages(self) -> int:
+        return min(-(-_LEAST_TOKENS // self.page_size), self.most_pages)
+
+    def can_share(self, rows: int) -> bool:
+        """Whether chunks of so many rows come with shared pages too."""
+        return self.share > 1 and rows % self.share == 0 and rows > self.share
+
+    def every(self) -> Iterator[tuple[int, int, int]]:
+        """All that come up: rows, pages of a row's own, shared pages (0 for none)."""
+        own = buckets(self._least_pages, self.most_pages)
+        shared = buckets(self._least_pages, self.most_pages, _GROWTH)
+        for rows in buckets(min(self.least_rows, self.slots), self.slots):
+            for low, pages in zip([0, *own], own, strict=False):
+                yield rows, pages, 0
+                if self.can_share(rows):
+                    for low_shared, more in zip([0, *shared], shared, strict=False):
+                        if low + 1 + low_shared + 1 <= self.most_pages:
+                            yield rows, pages, more
+
+
+@dataclasses.dataclass
+class Rows:
+    """The rows of one chunk.
+
+    Attributes:
+      of_shard: For each shard its rows, all of the same number; None where a row is empty.
+      shared: Whether each block of rows reads its prompt's full pages together.
+    """
+
+    of_shard: list[list[Sequence | None]]
+    shared: bool
+
+    def __iter__(self) -> Iterator[tuple[int, int, Sequence]]:
+        """Shard, row and sequence of every row that is not empty."""
+        for shard, rows in enumerate(self.of_shard):
+            for row, sequence in enumerate(rows):
+                if sequence is not None:
+                    yield shard, row, sequence
+
+
+def arrange(active: list[list[Sequence]], shapes: Shapes) -> Rows:
+    """Puts the active sequences of each shard into rows, as few as hold them.
+
+    Samples of a prompt come in blocks that share its pages where that takes no more rows.
+    """
+    rows = shapes.rows(max(len(part) for part in active))
+    if shapes.can_share(rows):
+        blocks = [_blocks(part, shapes.share) for part in active]
+        whole = any(len(s.group.prompt) > shapes.page_size for part in active for s in part)
+        if whole and shapes.share * max(len(b) for b in blocks) <= rows:
+            joined = [[s for block in b for s in block] for b in blocks]
+            return Rows([_padded(part, rows) for part in joined], shared=True)
+    return Rows([_padded(list(part), rows) for part in active], shared=False)
+
+
+def _blocks(active: list[Sequence], size: int) -> list[list[Sequence | None]]:
+    of_group: dict[int, list[Sequence]] = {}
+    for sequence in active:
+        of_group.setdefault(id(sequence.group), []).append(sequence)
+    return [
+        _padded(members[i : i + size], size)
+        for members in of_group.values()
+        for i in range(0, len(members), size)
+    ]
+
+
+def _padded(rows: list[Sequence] | list[Sequence | None], size: int) -> list[Sequence | None]:
+    return [*rows, *[None] * (size - len(rows))]

@@ -1,0 +1,83 @@
+"""Attention over pages and over rows copied out of them, against plain attention."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.models.forward import attend_masked
+from rljax.sampling.cache import gather_rows, paged_attention, row_attention, scatter_rows
+
+PAGE, PAGES, ROWS, KV, HEADS, DIM, VALUE = 4, 32, 4, 2, 4, 8, 6
+LENGTHS = np.array([9, 12, 5, 7])  # tokens kept before the new one; the first 4 are shared in pairs
+TABLE = np.array([[3, 7, 1, 9], [3, 5, 8, 20], [11, 12, 0, 0], [11, 14, 0, 0]])
+
+
+def example(latent):
+    rng = np.random.default_rng(0)
+    heads, dim = (1, DIM) if latent else (KV, DIM)
+    history = rng.normal(size=(ROWS, 16, heads, dim)).astype(np.float32)
+    history[1, :4], history[3, :4] = history[0, :4], history[2, :4]
+    values = history[..., :VALUE] if latent else rng.normal(size=(ROWS, 16, heads, VALUE))
+    values = values.astype(np.float32)
+    values[1, :4], values[3, :4] = values[0, :4], values[2, :4]
+    pool = {"k": np.full((2, PAGES, heads, dim, PAGE), np.nan, np.float32)}
+    if not latent:
+        pool["v"] = np.full((2, PAGES, heads, PAGE, VALUE), np.nan, np.float32)
+    for r, n in enumerate(LENGTHS):
+        for t in range(n):
+            page, offset = TABLE[r, t // PAGE], t % PAGE
+            pool["k"][1, page, :, :, offset] = history[r, t]
+            if not latent:
+                pool["v"][1, page, :, offset] = values[r, t]
+    q = rng.normal(size=(ROWS, 1, HEADS, DIM)).astype(np.float32)
+    return pool, history, values, q
+
+
+@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize("window,sinks", [(None, False), (3, True), (6, False)])
+def test_pages_rows_and_shared_rows_give_plain_attention(latent, window, sinks):
+    pool, history, values, q = example(latent)
+    rows = np.arange(ROWS)
+    new = history[rows, LENGTHS][:, None], values[rows, LENGTHS][:, None]
+    sink = np.linspace(-1, 1, HEADS, dtype=np.float32) if sinks else None
+    options = {"scale": 0.3, "window": window, "sinks": sink}
+    back = LENGTHS[:, None] - np.arange(16)
+    allowed = (back >= 0) & (back < (window or 99))
+    keys, vals = np.nan_to_num(history), np.nan_to_num(values)
+    expected = attend_masked(q, keys, vals, allowed[:, None], 0.3, sink)
+
+    positions, live = jnp.asarray(LENGTHS)[:, None], jnp.ones((ROWS, 1), bool)
+    table = jnp.asarray(TABLE)
+    pool = jax.tree.map(jnp.asarray, pool)
+    paged, written = paged_attention(table, positions, live)(q, *new, 1, pool, **options)
+    np.testing.assert_allclose(paged, expected, atol=1e-5)
+
+    none = jnp.zeros(ROWS, jnp.int32)
+    own = gather_rows(pool, table, jnp.asarray(LENGTHS))
+    alone, kept = row_attention(positions, live, none, {})(q, *new, 1, own, **options)
+    np.testing.assert_allclose(alone, expected, atol=1e-5)
+    back_in = scatter_rows(pool, kept, table, positions, live)
+    for name in pool:
+        np.testing.assert_array_equal(back_in[name][1], written[name][1])
+
+    base = none + PAGE  # one page, read once for each pair of rows
+    shared = gather_rows(pool, table[::2, :1], base[::2])
+    own = gather_rows(pool, table[:, 1:], jnp.asarray(LENGTHS) - base)
+    together, _ = row_attention(positions, live, base, shared)(q, *new, 1, own, **options)
+    np.testing.assert_allclose(together, expected, atol=1e-5)
+
+
+def test_rows_that_are_not_live_write_nothing():
+    pool, history, values, q = example(latent=False)
+    pool = jax.tree.map(jnp.asarray, pool)
+    new = history[:, :1], values[:, :1]
+    positions, live = jnp.asarray(LENGTHS)[:, None], jnp.zeros((ROWS, 1), bool)
+    _, after = paged_attention(jnp.asarray(TABLE), positions, live)(q, *new, 1, pool, scale=1.0)
+    own = gather_rows(pool, jnp.asarray(TABLE), jnp.asarray(LENGTHS))
+    _, kept = row_attention(positions, live, jnp.zeros(ROWS, jnp.int32), {})(
+        q, *new, 1, own, scale=1.0
+    )
+    for name in pool:
+        np.testing.assert_array_equal(after[name], pool[name])
+        np.testing.assert_array_equal(kept[name][1], own[name][1])

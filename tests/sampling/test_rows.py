@@ -1,0 +1,70 @@
+"""Rows of a chunk: few, and in blocks that share a prompt where that is free."""
+
+import numpy as np
+import pytest
+
+from rljax.sampling.rows import Shapes, arrange, bucket, buckets
+from rljax.sampling.scheduler import Group, Sequence
+from rljax.sampling.types import SamplingParams
+
+SHAPES = Shapes(slots=16, least_rows=2, share=4, page_size=4, most_pages=40)
+
+
+def sequences(*sizes, length=9):
+    params = SamplingParams(max_tokens=5)
+    groups = [Group(i, np.arange(length), (0, i, 0)) for i in range(len(sizes))]
+    return [
+        Sequence(0, group, k, params, 5)
+        for group, n in zip(groups, sizes, strict=True)
+        for k in range(n)
+    ]
+
+
+@pytest.mark.parametrize("least,most,growth", [(1, 16, 2), (3, 40, 4), (8, 8, 2), (4, 5, 2)])
+def test_every_bucket_is_listed_and_holds_what_it_should(least, most, growth):
+    found = [bucket(n, least, most, growth) for n in range(1, most + 1)]
+    assert sorted(set(found)) == buckets(least, most, growth)
+    assert all(size >= n for n, size in enumerate(found, 1))
+
+
+@pytest.mark.parametrize(
+    "sizes,rows,shared",
+    [
+        ((4, 4, 4, 4), 16, True),
+        ((4, 3), 8, True),
+        ((3, 3, 3), 16, True),  # three blocks fit the 16 rows that nine sequences need anyway
+        ((1, 1, 1, 1, 1, 1, 1), 8, False),  # seven blocks would need 28
+        ((5,), 8, True),  # a block of four and one of one
+        ((4,), 4, False),  # one block is all there is
+        ((2,), 2, False),
+    ],
+)
+def test_blocks_share_where_that_takes_no_more_rows(sizes, rows, shared):
+    active = sequences(*sizes)
+    found = arrange([active], SHAPES)
+    assert (len(found.of_shard[0]), found.shared) == (rows, shared)
+    assert {id(q) for _, _, q in found} == {id(q) for q in active}
+    if shared:
+        for start in range(0, rows, 4):
+            block = found.of_shard[0][start : start + 4]
+            assert len({id(q.group) for q in block if q is not None}) <= 1
+
+
+def test_prompts_without_a_full_page_share_nothing():
+    assert not arrange([sequences(4, 4, length=4)], SHAPES).shared
+
+
+def test_all_shards_have_as_many_rows():
+    found = arrange([sequences(4, 2), sequences(1), []], SHAPES)
+    assert [len(rows) for rows in found.of_shard] == [8, 8, 8]
+
+
+def test_every_shape_that_an_arrangement_takes_is_listed():
+    every = set(SHAPES.every())
+    for rows, own, shared in every:
+        assert SHAPES.rows(rows) == rows and SHAPES.pages(own) == own
+        assert not shared or (SHAPES.can_share(rows) and SHAPES.shared_pages(shared) == shared)
+    for own in range(1, SHAPES.most_pages + 1):
+        for prompt in range(SHAPES.most_pages - own + 1):
+            pages = SHAPES.shared_pages(prompt) if prompt else 0
+            assert (16, SHAPES.pages(own), pages) in every
