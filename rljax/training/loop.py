@@ -325,7 +325,11 @@ def held_out_samples(run: Run) -> dict[str, float]:
     if not run.held_out or not settings.eval_k:
         return {}
     drawn = dataclasses.replace(
-        run.sampling, temperature=settings.eval_temperature, top_p=settings.eval_top_p
+        run.sampling,
+        temperature=settings.eval_temperature,
+        top_p=settings.eval_top_p,
+        top_k=0,
+        min_p=0.0,
     )
     return _evaluate(run, drawn, settings.eval_k)
 
