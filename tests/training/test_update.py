@@ -126,7 +126,8 @@ def test_micro_batches_and_devices_change_nothing(whole, devices, parts):
     for name, value in numbers.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
     np.testing.assert_array_equal(router.load, sums.load)
-    jax.tree.map(np.testing.assert_array_equal, state.objective, expected.objective)
+    for name, value in expected.objective.items():
+        np.testing.assert_allclose(state.objective[name], value, rtol=1e-6)
 
 
 def test_adapters_train_alone():
