@@ -60,6 +60,8 @@ class Engine:
         share: int = 8,
         gathered: bool | None = None,
         with_routing: bool = False,
+        max_support: int = 0,
+        top_logprobs: int = 0,
         detokenize: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         """Plans the cache; nothing is compiled or allocated on the device yet.
@@ -84,15 +86,21 @@ class Engine:
             pages, padded to the longest sequence. Else each step reads the pages themselves, in a
             loop over layers, and nothing is shared. None: on CPU only.
           with_routing: Whether responses carry the experts of every token.
+          max_support: Requests with top-k, top-p or min-p draw from so many tokens at most, the
+            likeliest of the kept set, and responses carry them, for the trainer to score under
+            the same distribution; 0: sets have any size and are not returned.
+          top_logprobs: Responses carry so many of the likeliest tokens in each one's place.
           detokenize: Token ids to text; needed where stop strings are used.
 
         Raises:
-          ValueError: Slots or pages do not divide over the shards, or a shard's pages cannot
-            hold one sequence of `max_length`.
+          ValueError: Slots or pages do not divide over the shards, a shard's pages cannot hold
+            one sequence of `max_length`, or `top_logprobs` exceeds the vocabulary.
         """
         self.config, self.mesh = config, mesh
         self.max_length, self.page_size, self.chunk = max_length, page_size, chunk
         self.with_routing = with_routing and config.top_k > 0
+        self.max_support = min(max_support, config.vocab_size)
+        self.top_logprobs = top_logprobs
         self.version = -1
         self.steps = 0
         self._detokenize = detokenize
@@ -103,6 +111,11 @@ class Engine:
         if slots % self._shards:
             raise ValueError(
                 f"slots={slots} do not divide over data×fsdp = {self._shards}; use a multiple"
+            )
+        if not 0 <= top_logprobs <= config.vocab_size:
+            raise ValueError(
+                f"top_logprobs={top_logprobs} must lie between 0 and the vocabulary's "
+                f"{config.vocab_size}"
             )
         self._slots, self._most_pages = slots // self._shards, most
         num_pages = (2 * most * slots) if num_pages is None else num_pages
@@ -228,6 +241,8 @@ class Engine:
                     filtered=filtered,
                     with_routing=self.with_routing,
                     gathered=self._gathered,
+                    max_support=self.max_support,
+                    top_logprobs=self.top_logprobs,
                 ),
                 (_POOL, _ROWS),
                 _WHOLE,
@@ -563,8 +578,11 @@ class Engine:
             q.tokens += drawn.tokens[at, :n].tolist()
             q.logp += drawn.logp[at, :n].tolist()
             q.versions += [self.version] * n
-            if drawn.routing is not None:
-                q.routing.append(np.asarray(drawn.routing[at, :n]))
+            for name, x in drawn.records.items():
+                q.records.setdefault(name, []).append(np.asarray(x[at, :n]))
+            if self.max_support and "support" not in drawn.records:
+                whole = np.full((n, self.max_support), -1, np.int32)
+                q.records.setdefault("support", []).append(whole)
             reason = None
             if drawn.stopped[at]:
                 reason = "stop"
@@ -598,16 +616,19 @@ class Engine:
                 finish_reason=str(q.finish_reason),
                 truncated=q.finish_reason == "length",
                 version=np.asarray(q.versions, np.int32),
-                routing=self._routing(group, q),
+                routing=self._routing(group, q) if self.with_routing else None,
+                **{
+                    name: np.concatenate(parts)[: len(q.tokens)]
+                    for name, parts in q.records.items()
+                    if name != "routing"
+                },
             )
             for q in group.members
         ]
 
-    def _routing(self, group: Group, q: Sample) -> np.ndarray | None:
-        if not self.with_routing:
-            return None
+    def _routing(self, group: Group, q: Sample) -> np.ndarray:
         layers, k = len(self.config.mixture_layers), self.config.top_k
-        parts = [p for p in (group.routing, *q.routing) if p is not None]
+        parts = [p for p in (group.routing, *q.records["routing"]) if p is not None]
         found = np.concatenate([np.zeros((0, layers, k), np.int32), *parts])
         total = len(group.prompt) + len(q.tokens)
         out = np.full((total, layers, k), -1, np.int32)

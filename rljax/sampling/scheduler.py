@@ -47,7 +47,8 @@ class Sequence:
       sample: Which of the group's samples.
       sampling: How it is drawn.
       limit: Most tokens it may draw.
-      tokens, logp, versions, routing: What was drawn so far.
+      tokens, logp, versions: What was drawn so far.
+      records: What else was asked for, by the names of `Response`: an array for each chunk.
       slot: The slot it decodes in; None while it waits and when it is done.
       pages: Its page table: shared pages first, then its own.
       finish_reason: Set when it is done.
@@ -61,7 +62,7 @@ class Sequence:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logp: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
-    routing: list[np.ndarray] = dataclasses.field(default_factory=list)
+    records: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
     slot: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None

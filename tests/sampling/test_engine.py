@@ -31,7 +31,7 @@ def run(engine, prompts, g=3, sampling=SAMPLING, **kwargs):
     return {(r.prompt_index, r.sample_index): r for group in groups for r in group}
 
 
-def trainer_logp(model, prompt, response, temperature, routing=None):
+def trainer_logp(model, prompt, response, temperature, routing=None, support=None):
     config, params = model
     tokens = np.zeros((1, 32), np.int32)
     n = len(prompt) + len(response.tokens)
@@ -41,13 +41,24 @@ def trainer_logp(model, prompt, response, temperature, routing=None):
     if routing is not None:
         replay = np.full((1, 32, *routing.shape[1:]), -1, np.int32)
         replay[0, :n] = routing
-    logp, _, router = _score(params, config, tokens, segments, replay, temperature)
+    kept = None
+    if support is not None:
+        kept = np.full((1, 32, support.shape[1]), -1, np.int32)
+        kept[0, len(prompt) : n] = support
+    logp, _, router = _score(params, config, tokens, segments, replay, temperature, kept)
     return np.asarray(logp)[0, len(prompt) : n], router
 
 
 _score = jax.jit(
-    lambda params, config, tokens, segments, routing, temperature: models.score_tokens(
-        params, config, tokens, None, segments, temperature=temperature, routing=routing
+    lambda params, config, tokens, segments, routing, temperature, support: models.score_tokens(
+        params,
+        config,
+        tokens,
+        None,
+        segments,
+        temperature=temperature,
+        routing=routing,
+        support=support,
     ),
     static_argnums=1,
 )
@@ -91,6 +102,76 @@ def test_logprobs_equal_the_trainers_in_every_mixture_family(name, prompts):
         assert len(response.tokens) == 13
         expected, _ = trainer_logp(model, chosen[p], response, 0.7, response.routing)
         np.testing.assert_allclose(response.logp, expected, rtol=0, atol=1e-5)
+
+
+KEPT = [
+    SamplingParams(max_tokens=13, temperature=0.7, top_p=0.6),
+    SamplingParams(max_tokens=13, temperature=1.3, top_k=3),
+    SamplingParams(max_tokens=13, temperature=0.4, min_p=0.3),
+    SamplingParams(max_tokens=13, temperature=0.7),
+    SamplingParams(max_tokens=13, temperature=0.0),
+]
+
+
+@pytest.fixture(scope="module")
+def kept(dense, prompts):
+    """Responses with sets that were cut to 4, others that were not, and alternatives."""
+    return run(make_engine(dense, max_support=4, top_logprobs=3), prompts[:5], 2, KEPT)
+
+
+def test_logprobs_equal_the_trainers_under_the_support_that_is_returned(dense, prompts, kept):
+    for (p, _), response in kept.items():
+        params, support = KEPT[p], response.support
+        assert support.shape == (13, 4) and support.dtype == np.int32
+        temperature = params.temperature or 1.0
+        expected, _ = trainer_logp(dense, prompts[p], response, temperature, support=support)
+        np.testing.assert_allclose(response.logp, expected, rtol=0, atol=1e-5)
+        if params.filtered:
+            assert (support == response.tokens[:, None]).any(axis=1).all()
+            assert (support[:, 0] >= 0).all()
+        else:
+            assert (support == -1).all()
+    sizes = [(r.support >= 0).sum(axis=1) for (p, _), r in kept.items() if KEPT[p].filtered]
+    assert {2, 4} <= set(np.concatenate(sizes))
+
+
+def test_alternatives_are_the_likeliest_before_the_kept_set(dense, prompts, kept):
+    config, params = dense
+    for (p, _), response in kept.items():
+        tokens = np.concatenate([prompts[p], response.tokens])[None]
+        logits = models.logits(params, config, np.pad(tokens, ((0, 0), (0, 32 - tokens.shape[1]))))
+        n = len(prompts[p])
+        whole = jax.nn.log_softmax(logits[0, n - 1 : n + 12] / (KEPT[p].temperature or 1.0))
+        values, ids = jax.lax.top_k(whole, 3)
+        np.testing.assert_array_equal(response.top_tokens, ids)
+        np.testing.assert_allclose(response.top_logp, values, rtol=0, atol=1e-5)
+
+
+def test_a_support_as_large_as_the_set_changes_no_token(dense, prompts, kept):
+    plain = run(make_engine(dense), prompts[:5], 2, KEPT)
+    wide = run(make_engine(dense, max_support=99), prompts[:5], 2, KEPT)
+    for key, response in plain.items():
+        assert (response.support, response.top_tokens, response.top_logp) == (None, None, None)
+        assert wide[key].support.shape == (13, 32)
+        np.testing.assert_array_equal(response.tokens, wide[key].tokens)
+        np.testing.assert_allclose(response.logp, wide[key].logp, rtol=0, atol=1e-5)
+    in_four = [k for k, r in wide.items() if ((r.support >= 0).sum(axis=1) <= 4).all()]
+    assert 2 <= len(in_four) < 10
+    for key in in_four:
+        np.testing.assert_array_equal(plain[key].tokens, kept[key].tokens)
+
+
+def test_what_else_is_asked_for_survives_put_back_and_stop_strings(dense, prompts, kept):
+    detokenize = lambda ids: "".join(chr(97 + i) for i in ids)  # noqa: E731
+    tight = make_engine(dense, max_support=4, top_logprobs=3, num_pages=11, detokenize=detokenize)
+    cut = [dataclasses.replace(params, stop=(detokenize([5]),)) for params in KEPT]
+    found = run(tight, prompts[:5], 2, cut)
+    assert tight.put_back > 0
+    for key, response in found.items():
+        n = len(response.tokens)
+        for name in ("tokens", "support", "top_tokens"):
+            np.testing.assert_array_equal(getattr(response, name), getattr(kept[key], name)[:n])
+    assert min(len(r.tokens) for r in found.values()) < 13
 
 
 def test_greedy_is_the_argmax_of_the_full_forward(dense, prompts):

@@ -92,6 +92,19 @@ def test_a_reward_function_that_raises_costs_samples_not_the_run(base, tmp_path)
     assert "picky" in err  # a line says which function lost how many samples
 
 
+def test_a_kept_support_is_trained_under(base, tmp_path):
+    """Sets that top-p and top-k cut, replayed in rows that share their prompts."""
+    process = command(
+        tmp_path / "run", f"--data={base}/data.jsonl", "--sft_target=0", "--steps=2",
+        "--top_p=0.9", "--top_k=8", "--max_support=6", "--temperature=0.8",
+    )  # fmt: skip
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(r["mismatch/logp_diff_max"] < 1e-5 for r in rows[1:])
+    assert rows[1]["policy/entropy"] <= np.log(6)
+
+
 def test_distillation_moves_the_policy_to_its_teacher(base, tmp_path):
     """And with what any objective may have beside: an entropy bonus and Clip-Cov."""
     size = CharTokenizer("0123456789+=").vocab_size
