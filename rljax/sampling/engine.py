@@ -41,6 +41,7 @@ class Engine:
     Attributes:
       version: Version of the weights that are loaded.
       put_back: How many sequences were put back for want of pages, so far.
+      prefix_hits: How many tokens of prompts were found in cached pages, so far.
       steps: How many decode steps were run, so far (summed over shards).
     """
 
@@ -62,6 +63,7 @@ class Engine:
         with_routing: bool = False,
         max_support: int = 0,
         top_logprobs: int = 0,
+        prefix_cache: bool = True,
         detokenize: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         """Plans the cache; nothing is compiled or allocated on the device yet.
@@ -90,6 +92,9 @@ class Engine:
             likeliest of the kept set, and responses carry them, for the trainer to score under
             the same distribution; 0: sets have any size and are not returned.
           top_logprobs: Responses carry so many of the likeliest tokens in each one's place.
+          prefix_cache: Whether full pages of prompts are kept while nobody needs their room, for
+            later prompts that begin alike under the same weights. Prompts admitted at the same
+            time do not find each other's.
           detokenize: Token ids to text; needed where stop strings are used.
 
         Raises:
@@ -135,12 +140,15 @@ class Engine:
             gathered = device.platform == "cpu"
         self._gathered = gathered
         self._shapes = Shapes(self._slots, least_rows, share if gathered else 1, page_size, most)
-        self._plan = [Shard(self._slots, self._num_pages, page_size) for _ in range(self._shards)]
+        self._plan = [
+            Shard(self._slots, self._num_pages, page_size, prefix_cache)
+            for _ in range(self._shards)
+        ]
         self._params: Any = None
         self._decode_params: Any = None
         self._pool: cache.Pool | None = None
         self._asked: dict[tuple[int, int], int] = {}
-        self._busy = False
+        self._groups: list[Group] | None = None  # of the call that is under way
 
     @property
     def put_back(self) -> int:
@@ -148,12 +156,27 @@ class Engine:
         return sum(s.put_back for s in self._plan)
 
     @property
+    def prefix_hits(self) -> int:
+        """How many tokens of prompts were found in cached pages, so far."""
+        return sum(s.prefix_hits for s in self._plan)
+
+    @property
     def free_pages(self) -> int:
-        """Pages that nobody holds, on all shards."""
+        """Pages that nobody holds, on all shards; those that are cached among them."""
         return sum(s.pages.num_free for s in self._plan)
 
+    @property
+    def cached_pages(self) -> int:
+        """Pages that nobody holds and that contain prompts, on all shards."""
+        return sum(s.pages.num_cached for s in self._plan)
+
+    def forget_prefixes(self) -> None:
+        """Empties the prefix cache, as new weights do."""
+        for shard in self._plan:
+            shard.pages.forget()
+
     def load(self, params: models.Params, version: int) -> None:
-        """Takes weights to sample with, under a lease.
+        """Takes weights to sample with, under a lease, and forgets what others left in the cache.
 
         Weights in the compute dtypes and the rollout layout are used as they are, the very same
         buffers; others are cast and laid out by one jitted function.
@@ -170,6 +193,7 @@ class Engine:
         self._decode_params = self._params
         if self._gathered:
             self._decode_params = layers.views(self._params, self.config)
+        self.forget_prefixes()
         self.version = version
 
     def unload(self, keep_pool: bool = False) -> None:
@@ -177,6 +201,7 @@ class Engine:
         self._params = self._decode_params = None
         if not keep_pool:
             self._pool = None
+            self.forget_prefixes()
 
     def _adopt(self, params: models.Params) -> models.Params:
         wanted = models.abstract(self.config, mesh=self.mesh, rules=meshes.ROLLOUT_RULES)
@@ -302,6 +327,35 @@ class Engine:
         groups = self._requests(prompts, num_generations, sampling, seed, prompt_ids, draws)
         return self._run(groups)
 
+    def cancel(self, prompt_index: int) -> bool:
+        """Gives up a group of the `generate` that is under way: it is not yielded, its pages free.
+
+        To be called between two of its groups, by the thread that iterates.
+
+        Args:
+          prompt_index: Place of its prompt in the call.
+
+        Returns:
+          Whether there was something to give up: False once it was yielded or cancelled.
+
+        Raises:
+          RuntimeError: No `generate` is under way.
+          ValueError: It has no such prompt.
+        """
+        if self._groups is None:
+            raise RuntimeError("no generate() is under way; cancel between two of its groups")
+        if not 0 <= prompt_index < len(self._groups):
+            raise ValueError(
+                f"prompt_index={prompt_index} is not one of the {len(self._groups)} prompts; "
+                "count from 0"
+            )
+        group = self._groups[prompt_index]
+        if group.over:
+            return False
+        group.over = True
+        self._plan[prompt_index % self._shards].cancel(group)
+        return True
+
     def _requests(
         self, prompts: Any, g: int, sampling: Any, seed: int, prompt_ids: Any, draws: Any
     ) -> list[Group]:
@@ -368,12 +422,12 @@ class Engine:
             raise ValueError("stop strings need Engine(..., detokenize=tokenizer.decode)")
 
     def _run(self, groups: list[Group]) -> Iterator[list[Response]]:
-        if self._busy:
+        if self._groups is not None:
             raise RuntimeError(
                 "the engine is in the middle of another generate(); finish or "
                 "close that iterator first"
             )
-        self._busy = True
+        self._groups = groups
         try:
             for i, group in enumerate(groups):
                 shard = self._plan[i % self._shards]
@@ -385,11 +439,13 @@ class Engine:
                 self._admit()
                 rows = arrange([shard.active for shard in self._plan], self._shapes)
                 for group in self._collect(rows, self._step(rows)):
-                    yield self._responses(group)
+                    if not group.over:
+                        group.over = True
+                        yield self._responses(group)
         finally:
             for shard in self._plan:
                 shard.clear()
-            self._busy = False
+            self._groups = None
 
     # One round: admit, prefill, copy, decode, collect.
 
@@ -398,6 +454,8 @@ class Engine:
         fills = [fill for fill, _ in plans]
         while any(fills):
             fills = self._prefill_round(fills)
+        for shard in self._plan:
+            shard.remember()
         if any(copies for _, copies in plans):
             pairs = np.zeros((2, self._shards, self._slots), np.int32)
             pairs[1] = self._num_pages  # out of bounds: no copy
@@ -565,8 +623,10 @@ class Engine:
     def _enough(self, shard: int, rows: int) -> int:
         """With so few sequences left on a shard, the host had better look again."""
         plan = self._plan[shard]
-        smaller = rows // 2 if self._shapes.rows(rows // 2) < rows else 0
-        room = len(plan.active) - max(self._slots // 8, 1) if plan.waiting else 0
+        active, half = len(plan.active), rows // 2
+        # A shard that needs no more than half the rows already waits for no other.
+        smaller = half if self._shapes.rows(half) < rows and active > half else 0
+        room = active - max(self._slots // 8, 1) if plan.waiting else 0
         return max(smaller, room, 0)
 
     def _collect(self, rows: Rows, drawn: decode.Drawn) -> list[Group]:

@@ -99,6 +99,7 @@ def finished(run: Run) -> bool:
 def sample(run: Run, clock: Clock) -> list[ScoredGroup]:
     """Asks the policy, scores what it says, and fills a rollout batch."""
     settings = run.config.rollout
+    run.engine.forget_prefixes()  # an evaluation's, which a resumed run would not have
     found, run.progress.collect = collect(
         run.engine,
         run.prompts,

@@ -211,6 +211,42 @@ def test_put_back_sequences_go_on_where_they_were(mixture, prompts):
         np.testing.assert_array_equal(response.routing, found[key].routing)
 
 
+def test_a_prefix_hit_changes_logprobs_by_rounding_only(mixture):
+    rng = np.random.default_rng(2)
+    stem = rng.integers(2, 32, 14)
+    prompts = [np.append(stem, [i, i + 1]) for i in range(3)]
+    cold = make_engine(mixture, with_routing=True, prefix_cache=False)
+    warm = make_engine(mixture, with_routing=True)
+    run(warm, [np.append(stem, [31])], 1)
+    assert warm.prefix_hits == 0 and warm.cached_pages == 3
+    for draw in range(2):  # a stem in common; then the whole prompt
+        options = {"draws": [draw] * 3}
+        expected, found = run(cold, prompts, 2, **options), run(warm, prompts, 2, **options)
+        for key, response in expected.items():
+            np.testing.assert_array_equal(response.tokens, found[key].tokens)
+            np.testing.assert_allclose(response.logp, found[key].logp, rtol=0, atol=1e-5)
+            np.testing.assert_array_equal(response.routing, found[key].routing)
+    assert (cold.prefix_hits, warm.prefix_hits) == (0, 2 * 3 * 12)
+
+
+def test_new_weights_forget_what_prompts_left_in_the_cache(dense, prompts):
+    config, params = dense
+    engine = make_engine(dense)
+    run(engine, prompts)
+    assert engine.cached_pages > 0
+    other = jax.tree.map(lambda x: 1.1 * x, params)
+    engine.load(other, version=1)
+    assert engine.cached_pages == 0
+    found = run(engine, prompts, draws=[0] * 6)
+    fresh = run(make_engine((config, other)), prompts, draws=[0] * 6)
+    assert engine.prefix_hits == 0
+    for key, response in fresh.items():
+        np.testing.assert_array_equal(response.tokens, found[key].tokens)
+        np.testing.assert_array_equal(response.logp, found[key].logp)
+    engine.unload()
+    assert engine.cached_pages == 0 and engine.free_pages == 128
+
+
 def test_slots_do_not_matter(dense, prompts):
     few, many = run(make_engine(dense, slots=2), prompts), run(make_engine(dense), prompts)
     for key, response in few.items():
