@@ -394,14 +394,37 @@ def test_responses_carry_the_version_and_versions_only_rise(dense):
         engine.load(dense[1], version=2)
 
 
-def test_nothing_is_compiled_after_warm_up(dense):
-    engine = make_engine(dense, prefill_tokens=128)
+def test_nothing_is_compiled_after_warm_up_nor_lost_over_any_mix(dense):
+    """Lengths, limits, kept sets, greedy, shared stems, put-back and cancellation."""
+    engine = make_engine(dense, prefill_tokens=128, num_pages=14, max_support=5, top_logprobs=2)
     engine.warm_up(filtered=True)
     before = compilations.count()
     rng = np.random.default_rng(1)
-    for sampling in (SAMPLING, SamplingParams(max_tokens=9, top_k=3)):
-        prompts = [rng.integers(2, 32, n) for n in rng.integers(1, 18, 11)]
-        run(engine, prompts, 2, sampling)
+    stem = rng.integers(2, 32, 16)
+    kinds = [{}, {"top_k": 3}, {"temperature": 0.0}, {"min_p": 0.1, "temperature": 0.5}]
+    cancelled = 0
+    for _ in range(8):
+        prompts = [
+            np.append(stem[: rng.integers(17)], rng.integers(2, 32, n))
+            for n in rng.integers(1, 6, 14)
+        ]
+        sampling = [
+            SamplingParams(max_tokens=int(n), stop_token_ids=(1, 0), **kinds[n % 4])
+            for n in rng.integers(1, 12, 28)
+        ]
+        left = set(range(14))
+        for group in engine.generate(prompts, 2, sampling):
+            left.remove(group[0].prompt_index)
+            for r in group:
+                assert len(r.tokens) == len(r.logp) == len(r.support) == len(r.top_tokens)
+                assert np.isfinite(r.logp).all()
+            if rng.random() < 0.15:
+                other = int(rng.integers(14))
+                assert engine.cancel(other) == (other in left)
+                cancelled += other in left
+                left.discard(other)
+        assert not left and engine.free_pages == 14
+    assert min(engine.put_back, engine.prefix_hits, cancelled) > 0
     assert compilations.count() == before
 
 
