@@ -356,6 +356,15 @@ class Engine:
         self._plan[prompt_index % self._shards].cancel(group)
         return True
 
+    def page_tables(self) -> dict[tuple[int, int], list[int]]:
+        """The pages of each sequence that is decoding now, by prompt_index and sample_index.
+
+        A sequence's tokens lie in its pages in order. Pages are numbered on each shard; prompt i
+        is on shard i modulo their number.
+        """
+        active = (sequence for shard in self._plan for sequence in shard.active)
+        return {(q.group.index, q.sample): list(q.pages) for q in active}
+
     def _requests(
         self, prompts: Any, g: int, sampling: Any, seed: int, prompt_ids: Any, draws: Any
     ) -> list[Group]:

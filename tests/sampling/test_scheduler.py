@@ -276,6 +276,20 @@ def test_full_pages_of_prompts_are_found_again_and_the_least_recently_used_make_
     assert hits(b) == 4
 
 
+def test_page_tables_begin_with_the_pages_that_a_group_shares():
+    engine, device = make(num_pages=64)
+    assert engine.page_tables() == {}
+    sampling = [SamplingParams(max_tokens=n) for n in (1, 1, 1, 9, 9, 9)]
+    groups = ask(engine, device, [[5], np.arange(2, 13)], 3, sampling)
+    next(groups)
+    tables = engine.page_tables()
+    assert sorted(tables) == [(1, 0), (1, 1), (1, 2)]
+    shared = {tuple(table[:2]) for table in tables.values()}  # 10 tokens: 2 full pages
+    own = [page for table in tables.values() for page in table[2:]]
+    assert len(shared) == 1 and len(own) == len(set(own)) == 6
+    groups.close()
+
+
 def test_prompts_that_differ_early_share_nothing_later():
     engine, device = make(num_pages=64)
     prompt = np.arange(2, 19)
