@@ -6,12 +6,11 @@ import difflib
 import io
 import re
 import sys
-from collections.abc import Iterable
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from rljax.config import PRESETS, Config, ObjectiveName, ObjectiveSettings
 
-T = TypeVar("T")
+Settings = TypeVar("Settings")
 
 
 def parse(arguments: list[str], prog: str) -> tuple[str, Config]:
@@ -37,56 +36,68 @@ def parse(arguments: list[str], prog: str) -> tuple[str, Config]:
     if name not in PRESETS:
         raise ValueError(f"preset={name!r} is unknown; the presets are {', '.join(PRESETS)}")
     about = " ".join((PRESETS[name].__doc__ or "").split())
+    about = f"Presets: {', '.join(PRESETS)}. Flags change {name}: {about}"
     default = _with_objective(PRESETS[name](), rest)
-    description = f"Presets: {', '.join(PRESETS)}. Flags change {name}: {about}"
-    return name, read(rest, default, prog, description, also=("preset",))
+    return name, read(Config, rest, prog, about, default, others=("preset",))
 
 
 def read(
+    kind: type[Settings],
     arguments: list[str],
-    default: T,
     prog: str,
-    description: str,
-    also: Iterable[str] = (),
+    description: str | None,
+    default: Settings | None = None,
+    others: tuple[str, ...] = (),
     switches: bool = False,
-) -> T:
-    """A dataclass of dataclasses with the flags applied, one flag a field.
+) -> Settings:
+    """A configuration from flags.
 
     Args:
+      kind: The dataclass; its fields, or those of the dataclasses in it, are the flags.
       arguments: The command line, without the program.
-      default: What the flags change.
       prog: How the program is called, for --help.
-      description: What it does, for --help.
-      also: Further flags that the caller knows.
+      description: What the program does, for --help.
+      default: What the flags change; None: the dataclass's own defaults.
+      others: Flags that the program reads itself, to be proposed where one is mistyped.
       switches: Whether truths are written --flag and --no_flag, and not --flag True.
 
     Raises:
-      ValueError: A flag is unknown (with the nearest known one), or a value cannot be read.
+      ValueError: A flag is unknown (with the nearest known one) or missing, or a value cannot be
+        read.
       SystemExit: --help was asked for, and printed.
     """
     import tyro
 
-    names = _fields(default)
+    names = _names(kind)
     negated = [f"no_{name}" for name in names] if switches else []
-    _refuse_unknown(arguments, ["help", *also, *names, *negated])
+    _refuse_unknown(arguments, ["help", *others, *names, *negated])
     plain = () if switches else (tyro.conf.FlagConversionOff,)
+    given: dict[str, Any] = {} if default is None else {"default": default}
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
             return tyro.cli(
-                type(default),
+                kind,
                 args=arguments,
-                default=default,
                 prog=prog,
                 description=description,
                 config=(tyro.conf.OmitArgPrefixes, *plain),
                 use_underscores=True,
+                **given,
             )
     except SystemExit as stop:
         if not stop.code:
             raise
         text = re.sub(r"[\u2500-\u257f]", " ", complaint.getvalue())
         raise ValueError(" ".join(text.split()).replace("Parsing error", "flags:")) from None
+
+
+def _names(kind: Any) -> list[str]:
+    """The flags of a dataclass: its fields, those that are dataclasses replaced by their own."""
+    names = []
+    for name, part in get_type_hints(kind).items():
+        names += _names(part) if dataclasses.is_dataclass(part) else [name]
+    return names
 
 
 def _with_objective(preset: Config, arguments: list[str]) -> Config:
@@ -101,15 +112,6 @@ def _with_objective(preset: Config, arguments: list[str]) -> Config:
     if chosen == preset.objective.objective or chosen not in get_args(ObjectiveName):
         return preset
     return dataclasses.replace(preset, objective=ObjectiveSettings(objective=chosen))
-
-
-def _fields(part: object) -> list[str]:
-    """The names of all fields, those of parts included."""
-    found = []
-    for field in dataclasses.fields(part):
-        value = getattr(part, field.name)
-        found += _fields(value) if dataclasses.is_dataclass(value) else [field.name]
-    return found
 
 
 def _refuse_unknown(arguments: list[str], known: list[str]) -> None:

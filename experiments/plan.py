@@ -55,7 +55,7 @@ def main() -> int:
             work: planning.Work = dataclasses.field(default_factory=planning.Work)
 
         about = (__doc__ or "").strip()
-        given = read(sys.argv[1:], All(), "python -m experiments.plan", about, switches=True)
+        given = read(All, sys.argv[1:], "python -m experiments.plan", about, switches=True)
         flags, work = given.plan, given.work
         if flags.model not in models.PRESETS:
             names = ", ".join(models.PRESETS)

@@ -566,6 +566,7 @@ def score_tokens(
     most_wanted: int | None = None,
     prefix: Int[Array, "B T"] | None = None,
     load: Float[Array, "layers E"] | None = None,
+    support: Int[Array, "B T S"] | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], RouterOutputs | None]:
     """`token_logprobs`, with what the routers did, and only where somebody asks.
 
@@ -585,6 +586,8 @@ def score_tokens(
       prefix: The segment that a position sees besides its own, 0 for none: a prompt that several
         responses of its row share. Their first tokens are scored given its last.
       load: As in `hidden_states`, for the routers' load-balancing loss.
+      support: Ids that the sampler kept when it drew each token, -1 where unset: probabilities are
+        those among them. A token with none is scored among the whole vocabulary.
 
     Returns:
       logp, entropy, and the routers' outputs (None for a dense model).
@@ -604,15 +607,16 @@ def score_tokens(
     if most_wanted is not None and most_wanted < tokens.shape[1]:
         # The wanted places first, in order; the rest of the bound is filled with others.
         place = jnp.argsort(~keep, axis=1, stable=True)[:, :most_wanted]
+        kept = None if support is None else support[rows, place]
         logp, entropy = _score(
-            params, config, before[rows, place], tokens[rows, place], temperature, chunk
+            params, config, before[rows, place], tokens[rows, place], temperature, chunk, kept
         )
         # A row with more wanted tokens than the bound shows it, as NaN.
         unknown = jnp.full(tokens.shape, jnp.nan, jnp.float32)
         logp = unknown.at[rows, place].set(logp)
         entropy = unknown.at[rows, place].set(entropy)
     else:
-        logp, entropy = _score(params, config, before, tokens, temperature, chunk)
+        logp, entropy = _score(params, config, before, tokens, temperature, chunk, support)
     return jnp.where(keep, logp, 0.0), jnp.where(keep, entropy, 0.0), router
 
 
@@ -675,6 +679,7 @@ def _score(
     targets: Array,
     temperature: float,
     chunk: int,
+    support: Array | None,
 ) -> tuple[Array, Array]:
     """Log-probability and entropy of each target, in chunks of tokens recomputed backwards.
 
@@ -683,17 +688,18 @@ def _score(
     """
     rows, length = targets.shape
 
-    def part(args: tuple[Array, Array]) -> tuple[Array, Array]:
-        h, t = args
+    def part(args: tuple[Array, Array, Array | None]) -> tuple[Array, Array]:
+        h, t, kept = args
         z = output_logits(params, config, h) / temperature
         logp = jax.nn.log_softmax(z, axis=-1)
         entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
-        return jnp.take_along_axis(logp, t[..., None], axis=-1)[..., 0], entropy
+        logp = jnp.take_along_axis(logp, t[..., None], axis=-1)[..., 0]
+        return (logp, entropy) if kept is None else _among(z, t, kept, logp, entropy)
 
     with jax.named_scope("logprobs"):
         width = max(1, chunk * shards_in_use() // rows)
         if length <= width:
-            return part((hidden, targets))
+            return part((hidden, targets, support))
         parts = -(-length // width)
         width = -(-length // parts)
         pad = parts * width - length
@@ -705,5 +711,21 @@ def _score(
         def join(x: Array) -> Array:
             return x.swapaxes(0, 1).reshape(rows, parts * width)[:, :length]
 
-        logp, entropy = jax.lax.map(jax.checkpoint(part), (split(hidden), split(targets)))
+        pieces = jax.tree.map(split, (hidden, targets, support))
+        logp, entropy = jax.lax.map(jax.checkpoint(part), pieces)
         return join(logp), join(entropy)
+
+
+def _among(
+    z: Array, targets: Array, kept: Array, logp: Array, entropy: Array
+) -> tuple[Array, Array]:
+    """Log-probability and entropy among the kept ids, or as given where there are none."""
+    inside = kept >= 0
+    some = inside.any(-1)
+    among = jnp.take_along_axis(z, jnp.maximum(kept, 0), axis=-1)
+    among = jnp.where(inside, among, jnp.where(some[..., None], -jnp.inf, 0.0))
+    each = jax.nn.log_softmax(among, axis=-1)
+    own = jnp.take_along_axis(z, targets[..., None], axis=-1)[..., 0]
+    own = own - jax.nn.logsumexp(among, axis=-1)
+    spread = -jnp.sum(jnp.where(inside, jnp.exp(each) * jnp.where(inside, each, 0.0), 0.0), axis=-1)
+    return jnp.where(some, own, logp), jnp.where(some, spread, entropy)

@@ -14,7 +14,7 @@ from rljax.models import Block, Experts, ModelConfig
 from rljax.planning.communication import hidden_bytes
 from rljax.planning.placement import Placed, place
 from rljax.planning.work import Work
-from rljax.sampling.decode import make_pool
+from rljax.sampling.cache import make_pool
 
 _CHUNK = 1024  # tokens of a micro-batch whose logits are held at a time
 
