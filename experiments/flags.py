@@ -6,9 +6,11 @@ import difflib
 import io
 import re
 import sys
-from typing import get_args
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from rljax.config import PRESETS, Config, ObjectiveName, ObjectiveSettings
+
+Settings = TypeVar("Settings")
 
 
 def parse(arguments: list[str], prog: str) -> tuple[str, Config]:
@@ -22,8 +24,6 @@ def parse(arguments: list[str], prog: str) -> tuple[str, Config]:
       ValueError: A flag is unknown (with the nearest known one), or a value cannot be read.
       SystemExit: --help was asked for, and printed.
     """
-    import tyro
-
     name, rest = "arithmetic", []
     remaining = iter(arguments)
     for argument in remaining:
@@ -35,27 +35,69 @@ def parse(arguments: list[str], prog: str) -> tuple[str, Config]:
             rest.append(argument)
     if name not in PRESETS:
         raise ValueError(f"preset={name!r} is unknown; the presets are {', '.join(PRESETS)}")
-    _refuse_unknown(rest)
     about = " ".join((PRESETS[name].__doc__ or "").split())
+    about = f"Presets: {', '.join(PRESETS)}. Flags change {name}: {about}"
     default = _with_objective(PRESETS[name](), rest)
+    return name, read(Config, rest, prog, about, default, others=("preset",))
+
+
+def read(
+    kind: type[Settings],
+    arguments: list[str],
+    prog: str,
+    description: str | None,
+    default: Settings | None = None,
+    others: tuple[str, ...] = (),
+    switches: bool = False,
+) -> Settings:
+    """A configuration from flags.
+
+    Args:
+      kind: The dataclass; its fields, or those of the dataclasses in it, are the flags.
+      arguments: The command line, without the program.
+      prog: How the program is called, for --help.
+      description: What the program does, for --help.
+      default: What the flags change; None: the dataclass's own defaults.
+      others: Flags that the program reads itself, to be proposed where one is mistyped.
+      switches: Whether truths are written --flag and --no_flag, and not --flag True.
+
+    Raises:
+      ValueError: A flag is unknown (with the nearest known one) or missing, or a value cannot be
+        read.
+      SystemExit: --help was asked for, and printed.
+    """
+    import tyro
+
+    names = _names(kind)
+    negated = [f"no_{name}" for name in names] if switches else []
+    _refuse_unknown(arguments, ["help", *others, *names, *negated])
+    plain = () if switches else (tyro.conf.FlagConversionOff,)
+    given: dict[str, Any] = {} if default is None else {"default": default}
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            config = tyro.cli(
-                Config,
-                args=rest,
-                default=default,
+            return tyro.cli(
+                kind,
+                args=arguments,
                 prog=prog,
-                description=f"Presets: {', '.join(PRESETS)}. Flags change {name}: {about}",
-                config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
+                description=description,
+                config=(tyro.conf.OmitArgPrefixes, *plain),
                 use_underscores=True,
+                **given,
             )
     except SystemExit as stop:
         if not stop.code:
             raise
         text = re.sub(r"[\u2500-\u257f]", " ", complaint.getvalue())
         raise ValueError(" ".join(text.split()).replace("Parsing error", "flags:")) from None
-    return name, config
+
+
+def _names(kind: Any) -> list[str]:
+    """The flags of a dataclass: its fields, those that are dataclasses replaced by their own."""
+    names = []
+    for name, part in get_type_hints(kind).items():
+        names += _names(part) if dataclasses.is_dataclass(part) else [name]
+    return names
 
 
 def _with_objective(preset: Config, arguments: list[str]) -> Config:
@@ -72,10 +114,7 @@ def _with_objective(preset: Config, arguments: list[str]) -> Config:
     return dataclasses.replace(preset, objective=ObjectiveSettings(objective=chosen))
 
 
-def _refuse_unknown(arguments: list[str]) -> None:
-    known = ["help", "preset"]
-    for part in dataclasses.fields(Config):
-        known += [f.name for f in dataclasses.fields(part.default)]
+def _refuse_unknown(arguments: list[str], known: list[str]) -> None:
     for argument in arguments:
         if argument.startswith("--"):
             flag = argument[2:].split("=", 1)[0].replace("-", "_")

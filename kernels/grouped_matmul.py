@@ -15,8 +15,14 @@ Backend = Literal["ragged", "blocks"]
 
 
 def default_backend() -> Backend:
-    """`ragged` (XLA's ragged_dot) on TPU and GPU; `blocks` on CPU, where ragged_dot is slow."""
-    return "blocks" if jax.default_backend() == "cpu" else "ragged"
+    """`ragged` (XLA's ragged_dot) on TPU and GPU; `blocks` on CPU, where ragged_dot is slow.
+
+    Programs may be compiled for devices of another kind than those at hand: under `jax.set_mesh`
+    the mesh's devices count.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    return "blocks" if platform == "cpu" else "ragged"
 
 
 def grouped_matmul(

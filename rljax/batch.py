@@ -5,7 +5,6 @@ B counts responses, T tokens, R rows of the device. Every per-token field is ali
 """
 
 import bisect
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +66,8 @@ class Batch(struct.PyTreeNode):
         version: The policy version that sampled each token.
         bootstrap_value: The critic's value after a truncated response.
         routing: Experts chosen at rollout, for replay; -1 where unset.
-        support: The kept top-p/top-k set of each token, for replay.
+        support: int32 [B, T, S], the ids that were kept when each token was drawn, -1 where unset,
+            for replay.
     """
 
     tokens: Int[Array, "B T"]
@@ -91,7 +91,7 @@ class Batch(struct.PyTreeNode):
     version: Int[Array, "B T"] | None = None
     bootstrap_value: Float[Array, " B"] | None = None
     routing: Int[Array, "B T layers k"] | None = None
-    support: Any = None
+    support: Int[Array, "B T S"] | None = None
 
     def check(self) -> None:
         """Refuses fields whose shapes disagree with `tokens`.
@@ -147,7 +147,7 @@ class Rows(struct.PyTreeNode):
         returns: The critic's targets.
         old_entropy: Entropy (nats) at the start of the step.
         routing: Experts chosen at rollout, [R, T, layers, k]; -1 where unset.
-        support: The kept top-p/top-k set of each token.
+        support: int32 [R, T, S], the ids that were kept when each token was drawn, -1 where unset.
         batch_stats: One mask for each batch-scoped term (see `Objective.with_batch_stats`).
         max_segments: Static: the most responses in a row; 1 means unpacked.
         context_axis: Static: the mesh axis over which T is cut inside `shard_map`, if any.
@@ -172,7 +172,7 @@ class Rows(struct.PyTreeNode):
     returns: Float[Array, "R T"] | None = None
     old_entropy: Float[Array, "R T"] | None = None
     routing: Int[Array, "R T layers k"] | None = None
-    support: Any = None
+    support: Int[Array, "R T S"] | None = None
     prefix: Int[Array, "R T"] | None = None
     batch_stats: tuple[Bool[Array, "R T"], ...] = ()
     max_segments: int = struct.field(pytree_node=False, default=1)
@@ -263,6 +263,7 @@ class Rows(struct.PyTreeNode):
             sequence=gather(self.sequence, -1),
             group=gather(self.group, -1),
             routing=None if self.routing is None else gather(self.routing, -1),
+            support=None if self.support is None else gather(self.support, -1),
             max_segments=bound,
         )
 

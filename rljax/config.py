@@ -99,11 +99,14 @@ class RolloutSettings:
     temperature: float = 1.0
     """Divides the logits, at sampling and at training."""
     top_p: float = 1.0
-    """Must be 1: the trainer scores under the whole distribution."""
+    """Draw from the likeliest tokens that reach this probability; 1: all."""
     top_k: int = 0
-    """Must be 0: the trainer scores under the whole distribution."""
+    """Draw from so many likeliest tokens; 0: all."""
     min_p: float = 0.0
-    """Must be 0: the trainer scores under the whole distribution."""
+    """Draw from tokens at least this fraction as likely as the likeliest; 0: all."""
+    max_support: int = 64
+    """With top_p, top_k or min_p: most tokens that are kept to draw from. The trainer scores each
+    token among the very ones that were."""
     slots: int = 256
     """Sequences decoded at once."""
     page_size: int = 16
@@ -307,14 +310,10 @@ class Config:
           ValueError: One line: the field, its value, the mend.
         """
         r, o = self.rollout, self.optimizer
-        if (r.top_p, r.top_k, r.min_p) != (1.0, 0, 0.0):
-            raise ValueError(
-                f"top_p={r.top_p}, top_k={r.top_k}, min_p={r.min_p}: the trainer scores under the "
-                "whole distribution; train with top_p=1, top_k=0, min_p=0 (eval_top_p is free)"
-            )
         if r.temperature <= 0:
             raise ValueError(f"temperature={r.temperature} cannot be trained with; use above 0")
         for name, value in (
+            ("max_support", r.max_support),
             ("prompts_per_step", r.prompts_per_step),
             ("num_generations", r.num_generations),
             ("max_completion_length", r.max_completion_length),

@@ -641,7 +641,7 @@ def token_logprobs(
       segments: Packed sequences by number, 0 for padding; by default a row is one sequence.
       temperature: Divides the logits, as in sampling.
       routing: Experts to replay, -1 where unset.
-      chunk: Tokens whose logits are held at a time, at least one of each row.
+      chunk: Tokens whose logits a device holds at a time, at least one of each row.
 
     Returns:
       logp: float32; entry t is the log-probability of the token at t given those before it in its
@@ -675,6 +675,7 @@ def score_tokens(
     most_wanted: int | None = None,
     prefix: Int[Array, "B T"] | None = None,
     load: Float[Array, "layers E"] | None = None,
+    support: Int[Array, "B T S"] | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], RouterOutputs | None]:
     """`token_logprobs`, with what the routers did, and only where somebody asks.
 
@@ -686,7 +687,7 @@ def score_tokens(
       segments: Packed sequences by number.
       temperature: Divides the logits.
       routing: Experts to replay.
-      chunk: Tokens whose logits are held at a time, at least one of each row.
+      chunk: Tokens whose logits a device holds at a time, at least one of each row.
       wanted: The tokens to score; others get 0. All but the first of a segment by default.
       most_wanted: A bound on `wanted` tokens in a row. Logits are then formed for that many
         tokens a row, which spares most of the output matmul where prompts are long. Wanted tokens
@@ -694,6 +695,8 @@ def score_tokens(
       prefix: The segment that a position sees besides its own, 0 for none: a prompt that several
         responses of its row share. Their first tokens are scored given its last.
       load: As in `hidden_states`, for the routers' load-balancing loss.
+      support: Ids that the sampler kept when it drew each token, -1 where unset: probabilities are
+        those among them. A token with none is scored among the whole vocabulary.
 
     Returns:
       logp, entropy, and the routers' outputs (None for a dense model).
@@ -714,15 +717,16 @@ def score_tokens(
     if most_wanted is not None and most_wanted < tokens.shape[1] and not split("context"):
         # The wanted places first, in order; the rest of the bound is filled with others.
         place = jnp.argsort(~keep, axis=1, stable=True)[:, :most_wanted]
+        kept = None if support is None else support[rows, place]
         logp, entropy = _score(
-            params, config, before[rows, place], tokens[rows, place], temperature, chunk
+            params, config, before[rows, place], tokens[rows, place], temperature, chunk, kept
         )
         # A row with more wanted tokens than the bound shows it, as NaN.
         unknown = jnp.full(tokens.shape, jnp.nan, jnp.float32)
         logp = unknown.at[rows, place].set(logp)
         entropy = unknown.at[rows, place].set(entropy)
     else:
-        logp, entropy = _score(params, config, before, tokens, temperature, chunk)
+        logp, entropy = _score(params, config, before, tokens, temperature, chunk, support)
     return jnp.where(keep, logp, 0.0), jnp.where(keep, entropy, 0.0), router
 
 
@@ -785,24 +789,27 @@ def _score(
     targets: Array,
     temperature: float,
     chunk: int,
+    support: Array | None,
 ) -> tuple[Array, Array]:
     """Log-probability and entropy of each target, in chunks of tokens recomputed backwards.
 
     Each device works on its own tokens, and over `tensor` on its own slice of the vocabulary.
     """
     name, axes = ("embed", ("tensor",)) if config.tie_embeddings else ("output", (None, "tensor"))
-    rows = fit(hidden.shape, BATCH_AXES, "context")
+    weights, rows = {name: params[name]}, fit(hidden.shape, BATCH_AXES, "context")
+    laid = {name: fit(params[name].shape, *axes)}
     local = functools.partial(_score_part, config=config, chunk=chunk)
     with jax.named_scope("logprobs"):
-        return map_shards(
-            local, ({name: fit(params[name].shape, *axes)}, rows, rows, P()), (rows, rows)
-        )({name: params[name]}, hidden, targets, jnp.float32(temperature))
+        return map_shards(local, (laid, rows, rows, rows, P()), (rows, rows))(
+            weights, hidden, targets, support, jnp.float32(temperature)
+        )
 
 
 def _score_part(
     params: Params,
     hidden: Array,
     targets: Array,
+    support: Array | None,
     temperature: Array,
     *,
     config: ModelConfig,
@@ -815,25 +822,30 @@ def _score_part(
     def over_vocabulary(x: Array) -> Array:
         return jax.lax.psum(x, "tensor") if sliced else x
 
-    def part(args: tuple[Array, Array]) -> tuple[Array, Array]:
-        h, t = args
+    def pick(z: Array, ids: Array) -> Array:
+        """The logits of ids [..., n], from whichever slices have them."""
+        here = ids - jax.lax.axis_index("tensor") * z.shape[-1] if sliced else ids
+        found = jnp.take_along_axis(z, jnp.clip(here, 0, z.shape[-1] - 1), axis=-1)
+        return over_vocabulary(jnp.where((here >= 0) & (here < z.shape[-1]), found, 0.0))
+
+    def part(args: tuple[Array, Array, Array | None]) -> tuple[Array, Array]:
+        h, t, kept = args
         z = output_logits(params, config, h) / temperature
         top = jax.lax.stop_gradient(z).max(-1, keepdims=True)
-        if sliced:
-            t = t - jax.lax.axis_index("tensor") * z.shape[-1]
-            top = jax.lax.pmax(top, "tensor")
-        z = z - top
+        z = z - (jax.lax.pmax(top, "tensor") if sliced else top)
         exp = jnp.exp(z)
         total = over_vocabulary(exp.sum(-1))
         entropy = jnp.log(total) - over_vocabulary((exp * z).sum(-1)) / total
-        found = jnp.take_along_axis(z, jnp.clip(t, 0, z.shape[-1] - 1)[..., None], axis=-1)[..., 0]
-        found = over_vocabulary(jnp.where((t >= 0) & (t < z.shape[-1]), found, 0.0))
-        return found - jnp.log(total), entropy
+        own = pick(z, t[..., None])[..., 0]
+        logp = own - jnp.log(total)
+        if kept is None:
+            return logp, entropy
+        return _among(own, pick(z, jnp.maximum(kept, 0)), kept >= 0, logp, entropy)
 
     rows, length = targets.shape
     width = max(1, chunk // rows)
     if length <= width:
-        return part((hidden, targets))
+        return part((hidden, targets, support))
     parts = -(-length // width)
     width = -(-length // parts)
     pad = parts * width - length
@@ -845,5 +857,18 @@ def _score_part(
     def join(x: Array) -> Array:
         return x.swapaxes(0, 1).reshape(rows, parts * width)[:, :length]
 
-    logp, entropy = jax.lax.map(jax.checkpoint(part), (cut(hidden), cut(targets)))
+    pieces = jax.tree.map(cut, (hidden, targets, support))
+    logp, entropy = jax.lax.map(jax.checkpoint(part), pieces)
     return join(logp), join(entropy)
+
+
+def _among(
+    own: Array, among: Array, inside: Array, logp: Array, entropy: Array
+) -> tuple[Array, Array]:
+    """Log-probability and entropy among the kept ids, or as given where there are none."""
+    some = inside.any(-1)
+    among = jnp.where(inside, among, jnp.where(some[..., None], -jnp.inf, 0.0))
+    each = jax.nn.log_softmax(among, axis=-1)
+    own = own - jax.nn.logsumexp(among, axis=-1)
+    spread = -jnp.sum(jnp.where(inside, jnp.exp(each) * jnp.where(inside, each, 0.0), 0.0), axis=-1)
+    return jnp.where(some, own, logp), jnp.where(some, spread, entropy)

@@ -108,6 +108,8 @@ def make_batch(groups: list[ScoredGroup], length: int | None = None) -> Batch:
     mask, logp = np.zeros(shape, bool), np.zeros(shape, np.float32)
     first = groups[0].responses[0].routing
     routing = None if first is None else np.full((*shape, *first.shape[1:]), -1, np.int32)
+    kept = groups[0].responses[0].support
+    support = None if kept is None else np.full((*shape, kept.shape[1]), -1, np.int32)
     for b, (_, group, k) in enumerate(rows):
         response, n = group.responses[k], len(group.prompt.tokens)
         end = n + len(response.tokens)
@@ -116,6 +118,8 @@ def make_batch(groups: list[ScoredGroup], length: int | None = None) -> Batch:
         logp[b, n:end], version[b, n:end] = response.logp, response.version
         if routing is not None and response.routing is not None:
             routing[b, :end] = response.routing
+        if support is not None and response.support is not None:
+            support[b, n:end] = response.support
     valid = np.concatenate([g.valid for g in groups])
     fields: dict[str, Any] = dict(  # numpy arrays, which the device takes as they are
         tokens=tokens,
@@ -132,6 +136,7 @@ def make_batch(groups: list[ScoredGroup], length: int | None = None) -> Batch:
         rollout_logp=logp,
         version=version,
         routing=routing,
+        support=support,
     )
     return Batch(**fields)
 

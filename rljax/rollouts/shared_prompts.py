@@ -106,6 +106,7 @@ def share_rows(plan: Sharing, rows: Rows) -> Rows:
         group=_take(plan, rows.group, -1, prompt_too=False),
         keep=_take(plan, rows.keep, False, prompt_too=False),
         routing=None if rows.routing is None else _take(plan, rows.routing, -1),
+        support=None if rows.support is None else _take(plan, rows.support, -1, prompt_too=False),
         max_segments=plan.group_size + 1,
     )
 
@@ -118,6 +119,7 @@ def share_batch(plan: Sharing, batch: Batch) -> Batch:
         positions=_take(plan, batch.positions),
         segments=plan.segments,
         routing=None if batch.routing is None else _take(plan, batch.routing, -1),
+        support=None if batch.support is None else _take(plan, batch.support, -1),
     )
 
 

@@ -21,7 +21,7 @@ from rljax.sampling.cache import (
     row_attention,
     scatter_rows,
 )
-from rljax.sampling.draw import draw, keep_mask, keys_at, row_keys
+from rljax.sampling.draw import draw, keep_mask, keys_at, likeliest, row_keys
 
 
 @struct.dataclass
@@ -70,7 +70,9 @@ class Drawn:
       logp: float32 [R, C].
       count: int32 [R], how many of the C each row drew.
       stopped: bool [R], whether the row's last token was an end id.
-      routing: int32 [R, C, layers, k], of the token fed at each step; None unless asked for.
+      records: By the names of `Response`, what else was asked for: `routing` int32
+        [R, C, layers, k] of the token fed at each step, `support` int32 [R, C, K] (where some row
+        cuts its distribution), `top_tokens` int32 and `top_logp` float32 [R, C, N].
       steps: int32 [1], how many steps the chunk ran (on one shard).
     """
 
@@ -78,7 +80,7 @@ class Drawn:
     logp: Float[Array, "R C"]
     count: Int[Array, " R"]
     stopped: Bool[Array, " R"]
-    routing: Int[Array, "R C layers k"] | None
+    records: dict[str, Array]
     steps: Int[Array, " 1"]
 
 
@@ -122,6 +124,8 @@ def decode_chunk(
     filtered: bool,
     with_routing: bool,
     gathered: bool,
+    max_support: int = 0,
+    top_logprobs: int = 0,
 ) -> tuple[Pool, Drawn]:
     """Up to `chunk` decode steps in one loop that ends when few enough rows are active.
 
@@ -135,6 +139,9 @@ def decode_chunk(
       with_routing: Whether to return the experts of each fed token.
       gathered: Whether to copy the rows' pages out of the pool once, work on the copy, and write
         the new tokens back at the end; else each step reads and writes the pages themselves.
+      max_support: Most tokens that a row which cuts its distribution keeps, and returns; 0: any
+        number, and none are returned.
+      top_logprobs: How many of the likeliest tokens to return with each.
 
     Returns:
       The pool and what was drawn.
@@ -142,12 +149,8 @@ def decode_chunk(
     keys = row_keys(slots.ids)
     rows = slots.token.shape[0]
     blank = jnp.broadcast_to((slots.token * 0)[:, None], (rows, chunk))
-    layers = len(config.mixture_layers)
-    routing = (
-        jnp.broadcast_to(blank[..., None, None] - 1, (rows, chunk, layers, config.top_k))
-        if with_routing and layers
-        else None
-    )
+    cut = (slots.top_p < 1) | (slots.top_k > 0) | (slots.min_p > 0)
+    cut &= slots.temperature > 0
     scale = jnp.where(slots.temperature > 0, slots.temperature, 1.0)[:, None]
     start = slots.position - slots.base  # places in a row's own pages
     cache: Any = pool
@@ -176,6 +179,14 @@ def decode_chunk(
         with jax.named_scope("sampling"):
             z = output_logits(params, config, hidden[:, 0]) / scale
             kept = keep_mask(z, slots.top_p, slots.top_k, slots.min_p) if filtered else None
+            now: dict[str, Array] = {}
+            if router is not None and with_routing:
+                now["routing"] = router.experts[:, 0]
+            if kept is not None and max_support:
+                kept, now["support"] = likeliest(z, kept, cut, max_support)
+            if top_logprobs:
+                top = jax.lax.top_k(jax.nn.log_softmax(z, axis=-1), top_logprobs)
+                now["top_logp"], now["top_tokens"] = top
             new, logp = draw(keys_at(keys, position + 1), z, slots.temperature, kept)
         stopped = active & jnp.any(new[:, None] == slots.stop, axis=1)
         count = drawn.count + active
@@ -184,22 +195,30 @@ def decode_chunk(
             logp=drawn.logp.at[:, i].set(jnp.where(active, logp, 0.0)),
             count=count,
             stopped=drawn.stopped | stopped,
-            routing=None
-            if drawn.routing is None or router is None
-            else drawn.routing.at[:, i].set(
-                jnp.where(active[:, None, None], router.experts[:, 0], -1)
-            ),
+            records={name: drawn.records[name].at[:, i].set(x) for name, x in now.items()},
             steps=drawn.steps + 1,
         )
         active = active & ~stopped & (count < slots.remaining)
         return i + 1, cache, new, position + 1, active, drawn
 
+    def record(dtype: Any, *shape: int) -> Array:
+        start = blank.reshape(rows, chunk, *[1] * len(shape)).astype(dtype)
+        return jnp.broadcast_to(start, (rows, chunk, *shape))
+
+    records = {}
+    if with_routing:
+        records["routing"] = record(jnp.int32, len(config.mixture_layers), config.top_k)
+    if filtered and max_support:
+        records["support"] = record(jnp.int32, max_support)
+    if top_logprobs:
+        records["top_tokens"] = record(jnp.int32, top_logprobs)
+        records["top_logp"] = record(jnp.float32, top_logprobs)
     drawn = Drawn(
         tokens=blank,
         logp=blank.astype(jnp.float32),
         count=blank[:, 0],
         stopped=blank[:, 0] > 0,
-        routing=routing,
+        records=records,
         steps=blank[:1, 0],
     )
     carry = (jnp.int32(0), cache, slots.token, slots.position, slots.active, drawn)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 
 def row_keys(ids: Int[Array, "S 4"]) -> Array:
@@ -53,6 +53,29 @@ def keep_mask(
     count = jnp.sum(within & (ordered > 0), axis=-1)
     floor = jnp.take_along_axis(ordered, jnp.maximum(count - 1, 0)[:, None], axis=-1)
     return probs >= jnp.maximum(floor, min_p[:, None] * ordered[:, :1])
+
+
+def likeliest(
+    logits: Float[Array, "S V"], kept: Bool[Array, "S V"], cut: Bool[Array, " S"], most: int
+) -> tuple[Bool[Array, "S V"], Int[Array, "S most"]]:
+    """Cuts kept sets to so few tokens that they can be handed on.
+
+    Args:
+      logits: Of the whole vocabulary.
+      kept: Which tokens each row may draw.
+      cut: Rows whose set is to be cut; others keep theirs.
+      most: Tokens that a cut row keeps at most, its likeliest.
+
+    Returns:
+      The sets, and their ids; -1 past the end of a set and in rows that are not cut.
+    """
+    values, ids = jax.lax.top_k(jnp.where(kept, logits, -jnp.inf), most)
+    ids = jnp.where((values > -jnp.inf) & cut[:, None], ids, -1)
+    place = jnp.where(ids < 0, kept.shape[1], ids)  # out of bounds: dropped
+    inside = (
+        jnp.zeros_like(kept).at[jnp.arange(kept.shape[0])[:, None], place].set(True, mode="drop")
+    )
+    return jnp.where(cut[:, None], inside, kept), ids
 
 
 def draw(

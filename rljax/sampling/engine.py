@@ -41,6 +41,7 @@ class Engine:
     Attributes:
       version: Version of the weights that are loaded.
       put_back: How many sequences were put back for want of pages, so far.
+      prefix_hits: How many tokens of prompts were found in cached pages, so far.
       steps: How many decode steps were run, so far (summed over shards).
     """
 
@@ -60,6 +61,9 @@ class Engine:
         share: int = 8,
         gathered: bool | None = None,
         with_routing: bool = False,
+        max_support: int = 0,
+        top_logprobs: int = 0,
+        prefix_cache: bool = True,
         detokenize: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         """Plans the cache; nothing is compiled or allocated on the device yet.
@@ -84,15 +88,24 @@ class Engine:
             pages, padded to the longest sequence. Else each step reads the pages themselves, in a
             loop over layers, and nothing is shared. None: on CPU only.
           with_routing: Whether responses carry the experts of every token.
+          max_support: Requests with top-k, top-p or min-p draw from so many tokens at most, the
+            likeliest of the kept set, and responses carry them, for the trainer to score under
+            the same distribution; 0: sets have any size and are not returned.
+          top_logprobs: Responses carry so many of the likeliest tokens in each one's place.
+          prefix_cache: Whether full pages of prompts are kept while nobody needs their room, for
+            later prompts that begin alike under the same weights. Prompts admitted at the same
+            time do not find each other's.
           detokenize: Token ids to text; needed where stop strings are used.
 
         Raises:
-          ValueError: Slots or pages do not divide over the shards, or a shard's pages cannot
-            hold one sequence of `max_length`.
+          ValueError: Slots or pages do not divide over the shards, a shard's pages cannot hold
+            one sequence of `max_length`, or `top_logprobs` exceeds the vocabulary.
         """
         self.config, self.mesh = config, mesh
         self.max_length, self.page_size, self.chunk = max_length, page_size, chunk
         self.with_routing = with_routing and config.top_k > 0
+        self.max_support = min(max_support, config.vocab_size)
+        self.top_logprobs = top_logprobs
         self.version = -1
         self.steps = 0
         self._detokenize = detokenize
@@ -104,6 +117,11 @@ class Engine:
             raise ValueError(
                 f"slots={slots} do not divide over data×fsdp×expert = {self._shards}; "
                 "use a multiple"
+            )
+        if not 0 <= top_logprobs <= config.vocab_size:
+            raise ValueError(
+                f"top_logprobs={top_logprobs} must lie between 0 and the vocabulary's "
+                f"{config.vocab_size}"
             )
         self._slots, self._most_pages = slots // self._shards, most
         num_pages = (2 * most * slots) if num_pages is None else num_pages
@@ -123,12 +141,15 @@ class Engine:
             gathered = device.platform == "cpu"
         self._gathered = gathered
         self._shapes = Shapes(self._slots, least_rows, share if gathered else 1, page_size, most)
-        self._plan = [Shard(self._slots, self._num_pages, page_size) for _ in range(self._shards)]
+        self._plan = [
+            Shard(self._slots, self._num_pages, page_size, prefix_cache)
+            for _ in range(self._shards)
+        ]
         self._params: Any = None
         self._decode_params: Any = None
         self._pool: cache.Pool | None = None
         self._asked: dict[tuple[int, int], int] = {}
-        self._busy = False
+        self._groups: list[Group] | None = None  # of the call that is under way
 
     @property
     def put_back(self) -> int:
@@ -136,12 +157,27 @@ class Engine:
         return sum(s.put_back for s in self._plan)
 
     @property
+    def prefix_hits(self) -> int:
+        """How many tokens of prompts were found in cached pages, so far."""
+        return sum(s.prefix_hits for s in self._plan)
+
+    @property
     def free_pages(self) -> int:
-        """Pages that nobody holds, on all shards."""
+        """Pages that nobody holds, on all shards; those that are cached among them."""
         return sum(s.pages.num_free for s in self._plan)
 
+    @property
+    def cached_pages(self) -> int:
+        """Pages that nobody holds and that contain prompts, on all shards."""
+        return sum(s.pages.num_cached for s in self._plan)
+
+    def forget_prefixes(self) -> None:
+        """Empties the prefix cache, as new weights do."""
+        for shard in self._plan:
+            shard.pages.forget()
+
     def load(self, params: models.Params, version: int) -> None:
-        """Takes weights to sample with, under a lease.
+        """Takes weights to sample with, under a lease, and forgets what others left in the cache.
 
         Weights in the compute dtypes and the rollout layout are used as they are, the very same
         buffers; others are cast and laid out by one jitted function.
@@ -158,6 +194,7 @@ class Engine:
         self._decode_params = self._params
         if self._gathered:
             self._decode_params = layers.views(self._params, self.config)
+        self.forget_prefixes()
         self.version = version
 
     def unload(self, keep_pool: bool = False) -> None:
@@ -165,6 +202,7 @@ class Engine:
         self._params = self._decode_params = None
         if not keep_pool:
             self._pool = None
+            self.forget_prefixes()
 
     def _adopt(self, params: models.Params) -> models.Params:
         wanted = models.abstract(self.config, mesh=self.mesh, rules=meshes.ROLLOUT_RULES)
@@ -229,6 +267,8 @@ class Engine:
                     filtered=filtered,
                     with_routing=self.with_routing,
                     gathered=self._gathered,
+                    max_support=self.max_support,
+                    top_logprobs=self.top_logprobs,
                 ),
                 (_POOL, _ROWS),
                 _held(self._decode_params),
@@ -237,6 +277,35 @@ class Engine:
             )
             for filtered in (False, True)
         }
+
+    def lower_decode(self) -> jax.stages.Lowered:
+        """The program of a decode chunk at full length, lowered from shapes alone.
+
+        Nothing is allocated, so that the mesh may be of described devices: for planning.
+        """
+
+        def laid_out(tree: Any, spec: P) -> Any:
+            layout = None if self.mesh is None else NamedSharding(self.mesh, spec)
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), tree
+            )
+
+        config = layers.apart(self.config) if self._gathered else self.config
+        wanted = models.abstract(config, mesh=self.mesh, rules=meshes.ROLLOUT_RULES)
+        params = jax.tree.map(
+            lambda x, w: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=w.sharding),
+            jax.eval_shape(lambda p: models.for_compute(p, config), wanted),
+            wanted,
+        )
+        pages = self._num_pages * self._shards
+        pool = jax.eval_shape(lambda: cache.make_pool(self.config, pages, self.page_size))
+        nobody = Rows([[None] * self._slots for _ in range(self._shards)], shared=False)
+        slots = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], *x.shape[2:]), x.dtype),
+            self._blank_slots(nobody, self._most_pages, 0),
+        )
+        program: Any = self._decode[False]
+        return program.lower(params, laid_out(pool, _POOL), laid_out(slots, _ROWS))
 
     def _put(self, x: np.ndarray) -> jax.Array:
         """A host array [shards · n, ...] on its shards."""
@@ -287,6 +356,44 @@ class Engine:
         """
         groups = self._requests(prompts, num_generations, sampling, seed, prompt_ids, draws)
         return self._run(groups)
+
+    def cancel(self, prompt_index: int) -> bool:
+        """Gives up a group of the `generate` that is under way: it is not yielded, its pages free.
+
+        To be called between two of its groups, by the thread that iterates.
+
+        Args:
+          prompt_index: Place of its prompt in the call.
+
+        Returns:
+          Whether there was something to give up: False once it was yielded or cancelled.
+
+        Raises:
+          RuntimeError: No `generate` is under way.
+          ValueError: It has no such prompt.
+        """
+        if self._groups is None:
+            raise RuntimeError("no generate() is under way; cancel between two of its groups")
+        if not 0 <= prompt_index < len(self._groups):
+            raise ValueError(
+                f"prompt_index={prompt_index} is not one of the {len(self._groups)} prompts; "
+                "count from 0"
+            )
+        group = self._groups[prompt_index]
+        if group.over:
+            return False
+        group.over = True
+        self._plan[prompt_index % self._shards].cancel(group)
+        return True
+
+    def page_tables(self) -> dict[tuple[int, int], list[int]]:
+        """The pages of each sequence that is decoding now, by prompt_index and sample_index.
+
+        A sequence's tokens lie in its pages in order. Pages are numbered on each shard; prompt i
+        is on shard i modulo their number.
+        """
+        active = (sequence for shard in self._plan for sequence in shard.active)
+        return {(q.group.index, q.sample): list(q.pages) for q in active}
 
     def _requests(
         self, prompts: Any, g: int, sampling: Any, seed: int, prompt_ids: Any, draws: Any
@@ -354,12 +461,12 @@ class Engine:
             raise ValueError("stop strings need Engine(..., detokenize=tokenizer.decode)")
 
     def _run(self, groups: list[Group]) -> Iterator[list[Response]]:
-        if self._busy:
+        if self._groups is not None:
             raise RuntimeError(
                 "the engine is in the middle of another generate(); finish or "
                 "close that iterator first"
             )
-        self._busy = True
+        self._groups = groups
         try:
             for i, group in enumerate(groups):
                 shard = self._plan[i % self._shards]
@@ -371,11 +478,13 @@ class Engine:
                 self._admit()
                 rows = arrange([shard.active for shard in self._plan], self._shapes)
                 for group in self._collect(rows, self._step(rows)):
-                    yield self._responses(group)
+                    if not group.over:
+                        group.over = True
+                        yield self._responses(group)
         finally:
             for shard in self._plan:
                 shard.clear()
-            self._busy = False
+            self._groups = None
 
     # One round: admit, prefill, copy, decode, collect.
 
@@ -384,6 +493,8 @@ class Engine:
         fills = [fill for fill, _ in plans]
         while any(fills):
             fills = self._prefill_round(fills)
+        for shard in self._plan:
+            shard.remember()
         if any(copies for _, copies in plans):
             pairs = np.zeros((2, self._shards, self._slots), np.int32)
             pairs[1] = self._num_pages  # out of bounds: no copy
@@ -551,8 +662,10 @@ class Engine:
     def _enough(self, shard: int, rows: int) -> int:
         """With so few sequences left on a shard, the host had better look again."""
         plan = self._plan[shard]
-        smaller = rows // 2 if self._shapes.rows(rows // 2) < rows else 0
-        room = len(plan.active) - max(self._slots // 8, 1) if plan.waiting else 0
+        active, half = len(plan.active), rows // 2
+        # A shard that needs no more than half the rows already waits for no other.
+        smaller = half if self._shapes.rows(half) < rows and active > half else 0
+        room = active - max(self._slots // 8, 1) if plan.waiting else 0
         return max(smaller, room, 0)
 
     def _collect(self, rows: Rows, drawn: decode.Drawn) -> list[Group]:
@@ -564,8 +677,11 @@ class Engine:
             q.tokens += drawn.tokens[at, :n].tolist()
             q.logp += drawn.logp[at, :n].tolist()
             q.versions += [self.version] * n
-            if drawn.routing is not None:
-                q.routing.append(np.asarray(drawn.routing[at, :n]))
+            for name, x in drawn.records.items():
+                q.records.setdefault(name, []).append(np.asarray(x[at, :n]))
+            if self.max_support and "support" not in drawn.records:
+                whole = np.full((n, self.max_support), -1, np.int32)
+                q.records.setdefault("support", []).append(whole)
             reason = None
             if drawn.stopped[at]:
                 reason = "stop"
@@ -599,16 +715,19 @@ class Engine:
                 finish_reason=str(q.finish_reason),
                 truncated=q.finish_reason == "length",
                 version=np.asarray(q.versions, np.int32),
-                routing=self._routing(group, q),
+                routing=self._routing(group, q) if self.with_routing else None,
+                **{
+                    name: np.concatenate(parts)[: len(q.tokens)]
+                    for name, parts in q.records.items()
+                    if name != "routing"
+                },
             )
             for q in group.members
         ]
 
-    def _routing(self, group: Group, q: Sample) -> np.ndarray | None:
-        if not self.with_routing:
-            return None
+    def _routing(self, group: Group, q: Sample) -> np.ndarray:
         layers, k = len(self.config.mixture_layers), self.config.top_k
-        parts = [p for p in (group.routing, *q.routing) if p is not None]
+        parts = [p for p in (group.routing, *q.records["routing"]) if p is not None]
         found = np.concatenate([np.zeros((0, layers, k), np.int32), *parts])
         total = len(group.prompt) + len(q.tokens)
         out = np.full((total, layers, k), -1, np.int32)

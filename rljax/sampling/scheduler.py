@@ -7,7 +7,7 @@ import heapq
 
 import numpy as np
 
-from rljax.sampling.pages import PageAllocator
+from rljax.sampling.pages import PageAllocator, prefix_keys
 from rljax.sampling.types import SamplingParams
 
 
@@ -23,6 +23,7 @@ class Group:
         them may be partly filled and is copied for each member that will write to it.
       members: Its sequences.
       routing: int32 [n-1, layers, k], of those tokens; None unless asked for.
+      over: Whether its responses were handed out, or nobody wants them any more.
     """
 
     index: int
@@ -31,6 +32,7 @@ class Group:
     pages: list[int] | None = None
     members: list[Sequence] = dataclasses.field(default_factory=list)
     routing: np.ndarray | None = None
+    over: bool = False
 
     def idle(self) -> bool:
         """Whether pages are held for nobody who decodes."""
@@ -47,7 +49,8 @@ class Sequence:
       sample: Which of the group's samples.
       sampling: How it is drawn.
       limit: Most tokens it may draw.
-      tokens, logp, versions, routing: What was drawn so far.
+      tokens, logp, versions: What was drawn so far.
+      records: What else was asked for, by the names of `Response`: an array for each chunk.
       slot: The slot it decodes in; None while it waits and when it is done.
       pages: Its page table: shared pages first, then its own.
       finish_reason: Set when it is done.
@@ -61,7 +64,7 @@ class Sequence:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logp: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
-    routing: list[np.ndarray] = dataclasses.field(default_factory=list)
+    records: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
     slot: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
@@ -94,14 +97,25 @@ class Shard:
     """The slots, pages and queue of one data shard.
 
     Every decision depends on the requests and their order alone, never on time.
+
+    Attributes:
+      slots: Who decodes in each.
+      waiting: A heap, the oldest request first.
+      put_back: How many sequences were put back for want of pages, so far.
+      prefix_hits: How many tokens of prompts were found in cached pages, so far.
     """
 
-    def __init__(self, slots: int, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self, slots: int, num_pages: int, page_size: int, prefix_cache: bool = True
+    ) -> None:
         self.page_size = page_size
         self.pages = PageAllocator(num_pages)
         self.slots: list[Sequence | None] = [None] * slots
         self.waiting: list[Sequence] = []
         self.put_back = 0
+        self.prefix_hits = 0
+        self._prefix_cache = prefix_cache
+        self._admitted: list[Group] = []
 
     @property
     def active(self) -> list[Sequence]:
@@ -129,15 +143,26 @@ class Shard:
             partial = shared_tokens % self.page_size > 0
             ahead = min(chunk, sequence.limit - len(sequence.tokens))
             own = self._pages_for(sequence.fed + ahead) - full
-            prompt_pages = self._pages_for(shared_tokens) if group.pages is None else 0
+            hits: list[int] = []
+            prompt_pages = 0
+            if group.pages is None:
+                if self._prefix_cache:
+                    hits = self.pages.find(self._keys(group))
+                prompt_pages = self._pages_for(shared_tokens) - len(hits)
+            self.pages.share(hits)  # first, so that none of them is taken
             taken = self.pages.take(own + prompt_pages)
             if taken is None:
+                self.pages.release(hits)
                 break
             heapq.heappop(self.waiting)
             if group.pages is None:
-                group.pages, taken = taken[:prompt_pages], taken[prompt_pages:]
-                if shared_tokens:
-                    prompts.append(Fill(group.prompt[:-1], 0, group.pages, group))
+                group.pages, taken = hits + taken[:prompt_pages], taken[prompt_pages:]
+                group.routing = self.pages.routing(hits)
+                start = len(hits) * self.page_size
+                self.prefix_hits += start
+                self._admitted.append(group)
+                if start < shared_tokens:
+                    prompts.append(Fill(group.prompt[start:-1], start, group.pages, group))
             self.pages.share(group.pages[:full])
             sequence.pages = group.pages[:full] + taken
             sequence.slot = self.slots.index(None)
@@ -149,6 +174,19 @@ class Shard:
             elif partial:
                 copies.append((group.pages[full], taken[0]))
         return prompts + rest, copies
+
+    def remember(self) -> None:
+        """Caches the prompts admitted last; their prefill must have been asked for."""
+        for group in self._admitted:
+            if self._prefix_cache and group.pages is not None:
+                for i, key in enumerate(self._keys(group)):
+                    tokens = slice(i * self.page_size, (i + 1) * self.page_size)
+                    routing = None if group.routing is None else group.routing[tokens]
+                    self.pages.keep(group.pages[i], key, routing)
+        self._admitted = []
+
+    def _keys(self, group: Group) -> list[bytes]:
+        return prefix_keys(group.prompt[:-1], self.page_size)
 
     def grow(self, chunk: int) -> None:
         """Gives each active sequence pages for the next chunk.
@@ -196,11 +234,19 @@ class Shard:
         if all(m.finish_reason for m in sequence.group.members):
             self._release_prompt(sequence.group)
 
+    def cancel(self, group: Group) -> None:
+        """Drops a group, wherever its members are, and frees its pages."""
+        for member in group.members:
+            self._leave(member)
+        self.waiting = [s for s in self.waiting if s.group is not group]
+        heapq.heapify(self.waiting)
+        self._release_prompt(group)
+
     def clear(self) -> None:
-        """Drops everything: all pages are free afterwards."""
+        """Drops everything: all pages are free afterwards, though prompts stay cached."""
         groups = {id(s.group): s.group for s in [*self.active, *self.waiting]}
         for sequence in self.active:
             self._leave(sequence)
         for group in groups.values():
             self._release_prompt(group)
-        self.waiting = []
+        self.waiting, self._admitted = [], []

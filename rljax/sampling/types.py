@@ -63,8 +63,12 @@ class Response:
       routing: int32 [prompt + n, layers, k], the experts that each token of prompt and response
         passed in the mixture layers; -1 for the last token, which the sampler never fed back.
         None unless asked for.
-      support: The kept set of each token; None unless asked for.
-      top_logp: The most likely alternatives of each token; None unless asked for.
+      support: int32 [n, K], the ids that each token was drawn from, -1 where unset; nothing but
+        -1 where it was drawn from the whole vocabulary. None unless asked for.
+      top_tokens: int32 [n, N], the likeliest tokens in each one's place, likeliest first. None
+        unless asked for.
+      top_logp: float32 [n, N], their log-probabilities at the request's temperature (1 where it is
+        0), before top-k, top-p and min-p. None unless asked for.
     """
 
     prompt_index: int
@@ -76,4 +80,5 @@ class Response:
     version: np.ndarray
     routing: np.ndarray | None = None
     support: np.ndarray | None = None
+    top_tokens: np.ndarray | None = None
     top_logp: np.ndarray | None = None

@@ -99,6 +99,7 @@ def finished(run: Run) -> bool:
 def sample(run: Run, clock: Clock) -> list[ScoredGroup]:
     """Asks the policy, scores what it says, and fills a rollout batch."""
     settings = run.config.rollout
+    run.engine.forget_prefixes()  # an evaluation's, which a resumed run would not have
     found, run.progress.collect = collect(
         run.engine,
         run.prompts,
@@ -329,7 +330,11 @@ def held_out_samples(run: Run) -> dict[str, float]:
     if not run.held_out or not settings.eval_k:
         return {}
     drawn = dataclasses.replace(
-        run.sampling, temperature=settings.eval_temperature, top_p=settings.eval_top_p
+        run.sampling,
+        temperature=settings.eval_temperature,
+        top_p=settings.eval_top_p,
+        top_k=0,
+        min_p=0.0,
     )
     return _evaluate(run, drawn, settings.eval_k)
 

@@ -190,6 +190,14 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
         scorer.check(prompts.prompts[0].columns)
         # Responses that end within a chunk or two leave nothing to gain from fewer rows.
         brief = settings.max_completion_length <= 2 * settings.decode_chunk
+        sampling = SamplingParams(
+            max_tokens=settings.max_completion_length,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            min_p=settings.min_p,
+            stop_token_ids=tuple(policy.tokenizer.end_ids),
+        )
         engine = Engine(
             policy.model,
             mesh,
@@ -201,6 +209,7 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
             chunk=settings.decode_chunk,
             stop_ids=max(len(policy.tokenizer.end_ids), 1),
             with_routing=policy.model.top_k > 0,
+            max_support=settings.max_support if sampling.filtered else 0,
             detokenize=policy.tokenizer.decode,
         )
         objective = make_objective(config)
@@ -249,11 +258,7 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
             validation=validation,
             scorer=scorer,
             engine=engine,
-            sampling=SamplingParams(
-                max_tokens=settings.max_completion_length,
-                temperature=settings.temperature,
-                stop_token_ids=tuple(policy.tokenizer.end_ids),
-            ),
+            sampling=sampling,
             objective=objective,
             prepare=jax.jit(objective.prepare),
             minibatch=jax.jit(

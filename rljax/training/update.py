@@ -163,6 +163,7 @@ def make_score(
             wanted=batch.mask,
             most_wanted=most,
             prefix=prefix,
+            support=batch.support,
         )
         sums = _sums(router, None if replay else batch.routing, batch.segments > 0)
         chosen = None if router is None else router.experts
@@ -182,6 +183,7 @@ def make_score(
             positions=batch.positions,
             segments=batch.segments,
             routing=batch.routing,
+            support=batch.support,
         )
         if parts == 1:
             return piece(params, batch, shared)
@@ -277,6 +279,7 @@ def make_update(
             most_wanted=min(most_wanted * max(rows.max_segments - 1, 1), rows.tokens.shape[1]),
             prefix=rows.prefix,
             load=load,
+            support=rows.support,
         )
         values = None
         if critic is not None:

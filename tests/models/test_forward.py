@@ -311,9 +311,40 @@ def test_entropy_is_in_nats_of_the_distribution_at_that_temperature():
     for temperature in (1.0, 0.5):
         hidden = temperature * jnp.log(probabilities)
         targets = jnp.asarray([[0, 2]])
-        logp, entropy = forward._score(params, config, hidden, targets, temperature, 8)
+        logp, entropy = forward._score(params, config, hidden, targets, temperature, 8, None)
         np.testing.assert_allclose(entropy[0] / np.log(2), [1.584963, 0.221941], atol=1e-6)
         np.testing.assert_allclose(logp[0], np.log([1 / 3, 0.01]), rtol=1e-5)
+
+
+def test_a_replayed_support_renormalises_what_was_kept():
+    params = {"output": jnp.eye(4)}
+    config = models.decoder(
+        vocab_size=4, hidden_size=4, num_layers=1, num_heads=1, head_dim=2, intermediate_size=2,
+        tie_embeddings=False,
+    )  # fmt: skip
+    hidden = jnp.log(jnp.asarray([[[0.5, 0.3, 0.15, 0.05]] * 3]))
+    targets = jnp.asarray([[1, 1, 2]])
+    support = jnp.asarray([[[1, 0, -1], [-1, -1, -1], [2, -1, -1]]])
+
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def score(hidden, chunk=8):
+        found = forward._score(params, config, hidden, targets, 1.0, chunk, support)
+        return found[0].sum(), found
+
+    (_, (logp, entropy)), gradient = jax.jit(score)(hidden)
+    np.testing.assert_allclose(logp[0], np.log([0.3 / 0.8, 0.3, 1.0]), atol=1e-6)
+    binary = -(0.375 * np.log(0.375) + 0.625 * np.log(0.625))
+    whole = -sum(p * np.log(p) for p in (0.5, 0.3, 0.15, 0.05))
+    np.testing.assert_allclose(entropy[0], [binary, whole, 0.0], atol=1e-6)
+    # Only what was kept can move it, and one token alone cannot.
+    np.testing.assert_allclose(gradient[0, 0], [-0.625, 0.625, 0, 0], atol=1e-6)
+    np.testing.assert_allclose(gradient[0, 2], 0, atol=1e-6)
+    chunked = functools.partial(score, chunk=1)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+        jax.jit(chunked)(hidden),
+        ((logp.sum(), (logp, entropy)), gradient),
+    )
 
 
 # Routing.

@@ -31,7 +31,7 @@ def run(engine, prompts, g=3, sampling=SAMPLING, **kwargs):
     return {(r.prompt_index, r.sample_index): r for group in groups for r in group}
 
 
-def trainer_logp(model, prompt, response, temperature, routing=None):
+def trainer_logp(model, prompt, response, temperature, routing=None, support=None):
     config, params = model
     tokens = np.zeros((1, 32), np.int32)
     n = len(prompt) + len(response.tokens)
@@ -41,13 +41,24 @@ def trainer_logp(model, prompt, response, temperature, routing=None):
     if routing is not None:
         replay = np.full((1, 32, *routing.shape[1:]), -1, np.int32)
         replay[0, :n] = routing
-    logp, _, router = _score(params, config, tokens, segments, replay, temperature)
+    kept = None
+    if support is not None:
+        kept = np.full((1, 32, support.shape[1]), -1, np.int32)
+        kept[0, len(prompt) : n] = support
+    logp, _, router = _score(params, config, tokens, segments, replay, temperature, kept)
     return np.asarray(logp)[0, len(prompt) : n], router
 
 
 _score = jax.jit(
-    lambda params, config, tokens, segments, routing, temperature: models.score_tokens(
-        params, config, tokens, None, segments, temperature=temperature, routing=routing
+    lambda params, config, tokens, segments, routing, temperature, support: models.score_tokens(
+        params,
+        config,
+        tokens,
+        None,
+        segments,
+        temperature=temperature,
+        routing=routing,
+        support=support,
     ),
     static_argnums=1,
 )
@@ -93,6 +104,76 @@ def test_logprobs_equal_the_trainers_in_every_mixture_family(name, prompts):
         np.testing.assert_allclose(response.logp, expected, rtol=0, atol=1e-5)
 
 
+KEPT = [
+    SamplingParams(max_tokens=13, temperature=0.7, top_p=0.6),
+    SamplingParams(max_tokens=13, temperature=1.3, top_k=3),
+    SamplingParams(max_tokens=13, temperature=0.4, min_p=0.3),
+    SamplingParams(max_tokens=13, temperature=0.7),
+    SamplingParams(max_tokens=13, temperature=0.0),
+]
+
+
+@pytest.fixture(scope="module")
+def kept(dense, prompts):
+    """Responses with sets that were cut to 4, others that were not, and alternatives."""
+    return run(make_engine(dense, max_support=4, top_logprobs=3), prompts[:5], 2, KEPT)
+
+
+def test_logprobs_equal_the_trainers_under_the_support_that_is_returned(dense, prompts, kept):
+    for (p, _), response in kept.items():
+        params, support = KEPT[p], response.support
+        assert support.shape == (13, 4) and support.dtype == np.int32
+        temperature = params.temperature or 1.0
+        expected, _ = trainer_logp(dense, prompts[p], response, temperature, support=support)
+        np.testing.assert_allclose(response.logp, expected, rtol=0, atol=1e-5)
+        if params.filtered:
+            assert (support == response.tokens[:, None]).any(axis=1).all()
+            assert (support[:, 0] >= 0).all()
+        else:
+            assert (support == -1).all()
+    sizes = [(r.support >= 0).sum(axis=1) for (p, _), r in kept.items() if KEPT[p].filtered]
+    assert {2, 4} <= set(np.concatenate(sizes))
+
+
+def test_alternatives_are_the_likeliest_before_the_kept_set(dense, prompts, kept):
+    config, params = dense
+    for (p, _), response in kept.items():
+        tokens = np.concatenate([prompts[p], response.tokens])[None]
+        logits = models.logits(params, config, np.pad(tokens, ((0, 0), (0, 32 - tokens.shape[1]))))
+        n = len(prompts[p])
+        whole = jax.nn.log_softmax(logits[0, n - 1 : n + 12] / (KEPT[p].temperature or 1.0))
+        values, ids = jax.lax.top_k(whole, 3)
+        np.testing.assert_array_equal(response.top_tokens, ids)
+        np.testing.assert_allclose(response.top_logp, values, rtol=0, atol=1e-5)
+
+
+def test_a_support_as_large_as_the_set_changes_no_token(dense, prompts, kept):
+    plain = run(make_engine(dense), prompts[:5], 2, KEPT)
+    wide = run(make_engine(dense, max_support=99), prompts[:5], 2, KEPT)
+    for key, response in plain.items():
+        assert (response.support, response.top_tokens, response.top_logp) == (None, None, None)
+        assert wide[key].support.shape == (13, 32)
+        np.testing.assert_array_equal(response.tokens, wide[key].tokens)
+        np.testing.assert_allclose(response.logp, wide[key].logp, rtol=0, atol=1e-5)
+    in_four = [k for k, r in wide.items() if ((r.support >= 0).sum(axis=1) <= 4).all()]
+    assert 2 <= len(in_four) < 10
+    for key in in_four:
+        np.testing.assert_array_equal(plain[key].tokens, kept[key].tokens)
+
+
+def test_what_else_is_asked_for_survives_put_back_and_stop_strings(dense, prompts, kept):
+    detokenize = lambda ids: "".join(chr(97 + i) for i in ids)  # noqa: E731
+    tight = make_engine(dense, max_support=4, top_logprobs=3, num_pages=11, detokenize=detokenize)
+    cut = [dataclasses.replace(params, stop=(detokenize([5]),)) for params in KEPT]
+    found = run(tight, prompts[:5], 2, cut)
+    assert tight.put_back > 0
+    for key, response in found.items():
+        n = len(response.tokens)
+        for name in ("tokens", "support", "top_tokens"):
+            np.testing.assert_array_equal(getattr(response, name), getattr(kept[key], name)[:n])
+    assert min(len(r.tokens) for r in found.values()) < 13
+
+
 def test_greedy_is_the_argmax_of_the_full_forward(dense, prompts):
     found = run(make_engine(dense), prompts, 1, SamplingParams(max_tokens=9, temperature=0.0))
     config, params = dense
@@ -128,6 +209,42 @@ def test_put_back_sequences_go_on_where_they_were(mixture, prompts):
         np.testing.assert_array_equal(response.tokens, found[key].tokens)
         np.testing.assert_allclose(response.logp, found[key].logp, atol=1e-5)
         np.testing.assert_array_equal(response.routing, found[key].routing)
+
+
+def test_a_prefix_hit_changes_logprobs_by_rounding_only(mixture):
+    rng = np.random.default_rng(2)
+    stem = rng.integers(2, 32, 14)
+    prompts = [np.append(stem, [i, i + 1]) for i in range(3)]
+    cold = make_engine(mixture, with_routing=True, prefix_cache=False)
+    warm = make_engine(mixture, with_routing=True)
+    run(warm, [np.append(stem, [31])], 1)
+    assert warm.prefix_hits == 0 and warm.cached_pages == 3
+    for draw in range(2):  # a stem in common; then the whole prompt
+        options = {"draws": [draw] * 3}
+        expected, found = run(cold, prompts, 2, **options), run(warm, prompts, 2, **options)
+        for key, response in expected.items():
+            np.testing.assert_array_equal(response.tokens, found[key].tokens)
+            np.testing.assert_allclose(response.logp, found[key].logp, rtol=0, atol=1e-5)
+            np.testing.assert_array_equal(response.routing, found[key].routing)
+    assert (cold.prefix_hits, warm.prefix_hits) == (0, 2 * 3 * 12)
+
+
+def test_new_weights_forget_what_prompts_left_in_the_cache(dense, prompts):
+    config, params = dense
+    engine = make_engine(dense)
+    run(engine, prompts)
+    assert engine.cached_pages > 0
+    other = jax.tree.map(lambda x: 1.1 * x, params)
+    engine.load(other, version=1)
+    assert engine.cached_pages == 0
+    found = run(engine, prompts, draws=[0] * 6)
+    fresh = run(make_engine((config, other)), prompts, draws=[0] * 6)
+    assert engine.prefix_hits == 0
+    for key, response in fresh.items():
+        np.testing.assert_array_equal(response.tokens, found[key].tokens)
+        np.testing.assert_array_equal(response.logp, found[key].logp)
+    engine.unload()
+    assert engine.cached_pages == 0 and engine.free_pages == 128
 
 
 def test_slots_do_not_matter(dense, prompts):
@@ -277,14 +394,37 @@ def test_responses_carry_the_version_and_versions_only_rise(dense):
         engine.load(dense[1], version=2)
 
 
-def test_nothing_is_compiled_after_warm_up(dense):
-    engine = make_engine(dense, prefill_tokens=128)
+def test_nothing_is_compiled_after_warm_up_nor_lost_over_any_mix(dense):
+    """Lengths, limits, kept sets, greedy, shared stems, put-back and cancellation."""
+    engine = make_engine(dense, prefill_tokens=128, num_pages=14, max_support=5, top_logprobs=2)
     engine.warm_up(filtered=True)
     before = compilations.count()
     rng = np.random.default_rng(1)
-    for sampling in (SAMPLING, SamplingParams(max_tokens=9, top_k=3)):
-        prompts = [rng.integers(2, 32, n) for n in rng.integers(1, 18, 11)]
-        run(engine, prompts, 2, sampling)
+    stem = rng.integers(2, 32, 16)
+    kinds = [{}, {"top_k": 3}, {"temperature": 0.0}, {"min_p": 0.1, "temperature": 0.5}]
+    cancelled = 0
+    for _ in range(8):
+        prompts = [
+            np.append(stem[: rng.integers(17)], rng.integers(2, 32, n))
+            for n in rng.integers(1, 6, 14)
+        ]
+        sampling = [
+            SamplingParams(max_tokens=int(n), stop_token_ids=(1, 0), **kinds[n % 4])
+            for n in rng.integers(1, 12, 28)
+        ]
+        left = set(range(14))
+        for group in engine.generate(prompts, 2, sampling):
+            left.remove(group[0].prompt_index)
+            for r in group:
+                assert len(r.tokens) == len(r.logp) == len(r.support) == len(r.top_tokens)
+                assert np.isfinite(r.logp).all()
+            if rng.random() < 0.15:
+                other = int(rng.integers(14))
+                assert engine.cancel(other) == (other in left)
+                cancelled += other in left
+                left.discard(other)
+        assert not left and engine.free_pages == 14
+    assert min(engine.put_back, engine.prefix_hits, cancelled) > 0
     assert compilations.count() == before
 
 

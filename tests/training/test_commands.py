@@ -62,7 +62,7 @@ def base(tmp_path_factory):
         (["--lora_rank=2", "--lora_targets=nothing"], "'nothing' names no matrix of the model"),
         (["--objective=distillation"], "distillation needs a teacher"),
         (["--rewards=nope.py:f"], "nope.py"),
-        (["--top_p=0.9"], "train with top_p=1"),
+        (["--top_p=0"], "top_p=0.0 must be above 0 and at most 1"),
         (["--resume=must"], "holds no run"),
     ],
 )
@@ -90,6 +90,19 @@ def test_a_reward_function_that_raises_costs_samples_not_the_run(base, tmp_path)
     rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(r.get("reward/invalid_frac", 0) for r in rows) > 0
     assert "picky" in err  # a line says which function lost how many samples
+
+
+def test_a_kept_support_is_trained_under(base, tmp_path):
+    """Sets that top-p and top-k cut, replayed in rows that share their prompts."""
+    process = command(
+        tmp_path / "run", f"--data={base}/data.jsonl", "--sft_target=0", "--steps=2",
+        "--top_p=0.9", "--top_k=8", "--max_support=6", "--temperature=0.8",
+    )  # fmt: skip
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(r["mismatch/logp_diff_max"] < 1e-5 for r in rows[1:])
+    assert rows[1]["policy/entropy"] <= np.log(6)
 
 
 def test_distillation_moves_the_policy_to_its_teacher(base, tmp_path):
@@ -198,6 +211,6 @@ def test_every_field_is_read_somewhere():
     objective = {f.name for f in dataclasses.fields(Config().objective)}
     for part in dataclasses.fields(Config):
         for field in dataclasses.fields(part.default):
-            if field.name in objective or field.name in ("top_p", "top_k", "min_p"):
+            if field.name in objective:
                 continue  # handed over by name, refused where they mean nothing
             assert f".{field.name}" in source or f".{field.name}" in own, field.name
