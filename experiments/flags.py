@@ -48,6 +48,7 @@ def read(
     description: str | None,
     default: Settings | None = None,
     others: tuple[str, ...] = (),
+    switches: bool = False,
 ) -> Settings:
     """A configuration from flags.
 
@@ -58,6 +59,7 @@ def read(
       description: What the program does, for --help.
       default: What the flags change; None: the dataclass's own defaults.
       others: Flags that the program reads itself, to be proposed where one is mistyped.
+      switches: Whether truths are written --flag and --no_flag, and not --flag True.
 
     Raises:
       ValueError: A flag is unknown (with the nearest known one) or missing, or a value cannot be
@@ -66,7 +68,10 @@ def read(
     """
     import tyro
 
-    _refuse_unknown(arguments, ["help", *others, *_names(kind)])
+    names = _names(kind)
+    negated = [f"no_{name}" for name in names] if switches else []
+    _refuse_unknown(arguments, ["help", *others, *names, *negated])
+    plain = () if switches else (tyro.conf.FlagConversionOff,)
     given: dict[str, Any] = {} if default is None else {"default": default}
     complaint = io.StringIO()
     try:
@@ -76,7 +81,7 @@ def read(
                 args=arguments,
                 prog=prog,
                 description=description,
-                config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
+                config=(tyro.conf.OmitArgPrefixes, *plain),
                 use_underscores=True,
                 **given,
             )

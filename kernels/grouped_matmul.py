@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -14,8 +15,14 @@ Backend = Literal["ragged", "blocks"]
 
 
 def default_backend() -> Backend:
-    """`ragged` (XLA's ragged_dot) on TPU and GPU; `blocks` on CPU, where ragged_dot is slow."""
-    return "blocks" if jax.default_backend() == "cpu" else "ragged"
+    """`ragged` (XLA's ragged_dot) on TPU and GPU; `blocks` on CPU, where ragged_dot is slow.
+
+    Programs may be compiled for devices of another kind than those at hand: under `jax.set_mesh`
+    the mesh's devices count.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    return "blocks" if platform == "cpu" else "ragged"
 
 
 def grouped_matmul(
@@ -116,38 +123,57 @@ def _aligned_blocks(x: Array, weights: Array, sizes: Array, block: int) -> Array
     return _blocks_forward(x, weights, sizes, block)[0]
 
 
-def _owner(sizes: Array, blocks: int, block: int) -> tuple[Array, Array]:
-    """The group of each block, and whether it has one."""
-    group = jnp.searchsorted(jnp.cumsum(sizes) // block, jnp.arange(blocks), side="right")
-    return jnp.minimum(group, sizes.shape[0] - 1), group < sizes.shape[0]
+def _over_blocks(
+    init: Array,
+    sizes: Array,
+    block: int,
+    step: Callable[[Array, Array, Array], Array],
+    *like: Array,
+) -> Array:
+    """Carries `init` through (carry, block, its group) of the blocks that have a group.
+
+    A loop with as many turns as there are such blocks: it reads each group's matrix where it lies,
+    where one batched product would first copy a matrix for every block there could be.
+    """
+    # A 0 that inside shard_map counts as differing over the axes over which these do, as the carry
+    # of a loop has to.
+    nothing = sum(jnp.isnan(x.reshape(-1)[0]).astype(jnp.int32) * 0 for x in like) + sizes[0] * 0
+    init = init + nothing.astype(init.dtype)
+    ends = jnp.cumsum(sizes) // block
+
+    def turn(i: Array, carry: Array) -> Array:
+        return step(carry, i, jnp.searchsorted(ends, i, side="right"))
+
+    return jax.lax.fori_loop(0, ends[-1], turn, init)
 
 
 def _blocks_forward(x: Array, weights: Array, sizes: Array, block: int) -> tuple[Array, tuple]:
     if x.shape[0] % block:
         raise ValueError(f"{x.shape[0]} rows are not whole blocks of {block}")
     tiles = x.reshape(-1, block, x.shape[1])
-    group, used = _owner(sizes, tiles.shape[0], block)
-    tiles = jnp.where(used[:, None, None], tiles, 0)
-    out = jnp.einsum("nbd,ndf->nbf", tiles, weights[group])
+
+    def step(out: Array, i: Array, group: Array) -> Array:
+        return out.at[i].set(tiles[i] @ weights[group])
+
+    out = jnp.zeros((*tiles.shape[:2], weights.shape[2]), x.dtype)
+    out = _over_blocks(out, sizes, block, step, x, weights)
     return out.reshape(x.shape[0], -1), (x, weights, sizes)
 
 
 def _blocks_backward(block: int, saved: tuple, g: Array) -> tuple[Array, Array, np.ndarray]:
     x, weights, sizes = saved
-    tiles = x.reshape(-1, block, x.shape[1])
-    group, used = _owner(sizes, tiles.shape[0], block)
-    g = jnp.where(used[:, None, None], g.reshape(tiles.shape[0], block, -1), 0)
-    dx = jnp.einsum("nbf,ndf->nbd", g, weights[group]).reshape(x.shape)
+    tiles, g = x.reshape(-1, block, x.shape[1]), g.reshape(-1, block, g.shape[1])
 
-    # A scan, not one batched product: [blocks, D, F] would be the largest array of the step.
-    def add(total: Array, tile: tuple[Array, Array, Array, Array]) -> tuple[Array, None]:
-        e, mine, a, b = tile
-        a = jnp.where(mine, a, 0)  # 0 · NaN is NaN, and a row past the last group may be any
-        part = jnp.einsum("bd,bf->df", a, b, preferred_element_type=jnp.float32)
-        return total.at[e].add(part), None
+    def inputs(out: Array, i: Array, group: Array) -> Array:
+        return out.at[i].set(g[i] @ weights[group].T)
 
-    dw, _ = jax.lax.scan(add, jnp.zeros(weights.shape, jnp.float32), (group, used, tiles, g))
-    return dx, dw.astype(weights.dtype), np.zeros(sizes.shape, jax.dtypes.float0)
+    def matrices(out: Array, i: Array, group: Array) -> Array:
+        part = jnp.matmul(tiles[i].T, g[i], preferred_element_type=jnp.float32)
+        return out.at[group].add(part)
+
+    dx = _over_blocks(jnp.zeros_like(tiles), sizes, block, inputs, g, weights)
+    dw = _over_blocks(jnp.zeros(weights.shape, jnp.float32), sizes, block, matrices, x, g)
+    return dx.reshape(x.shape), dw.astype(weights.dtype), np.zeros(sizes.shape, jax.dtypes.float0)
 
 
 _aligned_blocks.defvjp(_blocks_forward, _blocks_backward)

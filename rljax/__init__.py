@@ -16,8 +16,8 @@ __all__ = ["Batch", "Config", "Rows"]
 
 _WHERE = {"Batch": "rljax.batch", "Rows": "rljax.batch", "Config": "rljax.config"}
 _ROOMS = (
-    "batch", "config", "data", "evals", "losses", "mesh", "models", "monitoring", "rewards",
-    "rollouts", "sampling", "training",
+    "batch", "config", "data", "evals", "losses", "mesh", "models", "monitoring", "planning",
+    "rewards", "rollouts", "sampling", "training",
 )  # fmt: skip
 
 

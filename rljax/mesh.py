@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from rljax.models import ModelConfig
+    from rljax.planning import Layout, Work
 
 AXES = ("data", "fsdp", "expert", "context", "tensor", "stage")
 """Mesh axes, in the order of the device grid; each has size 1 unless asked for."""
@@ -51,22 +57,32 @@ def make(*, devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
       ValueError: An axis is unknown, a size is below 1, or the product of the sizes is not
         the number of devices.
     """
+    devices = list(jax.devices() if devices is None else devices)
+    grid = np.asarray(devices).reshape(_shape(sizes, len(devices)))
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def make_abstract(num_devices: int, **sizes: int) -> AbstractMesh:
+    """A mesh without devices, to plan with; axes and refusals are those of `make`."""
+    shape = _shape(sizes, num_devices)
+    return AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _shape(sizes: Mapping[str, int], num_devices: int) -> tuple[int, ...]:
     unknown = sorted(set(sizes) - set(AXES))
     if unknown:
         raise ValueError(f"mesh axis {unknown[0]!r} is unknown; the axes are {', '.join(AXES)}")
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"mesh axis {name}={size} must be at least 1")
-    devices = list(jax.devices() if devices is None else devices)
     shape = tuple(sizes.get(name, 1) for name in AXES)
-    if math.prod(shape) != len(devices):
+    if math.prod(shape) != num_devices:
         asked = ",".join(f"{n}={s}" for n, s in sizes.items()) or "all axes 1"
         raise ValueError(
-            f"mesh {asked} needs {math.prod(shape)} devices, got {len(devices)}; change a size "
+            f"mesh {asked} needs {math.prod(shape)} devices, got {num_devices}; change a size "
             "until the product fits, or pass fewer devices"
         )
-    grid = np.asarray(devices).reshape(shape)
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return shape
 
 
 def from_flags(text: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -76,8 +92,17 @@ def from_flags(text: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
       ValueError: The text cannot be read, or `make` refuses the sizes.
     """
     devices = list(jax.devices() if devices is None else devices)
+    return make(devices=devices, **read_flags(text, len(devices)))
+
+
+def read_flags(text: str, num_devices: int) -> dict[str, int]:
+    """The sizes of axes that a flag asks for; empty puts all devices on fsdp.
+
+    Raises:
+      ValueError: The text cannot be read.
+    """
     if not text.strip():
-        return make(devices=devices, fsdp=len(devices))
+        return {"fsdp": num_devices}
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
@@ -89,16 +114,20 @@ def from_flags(text: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
         if name in sizes:
             raise ValueError(f"mesh flag {text!r} names axis {name!r} twice; give it one size")
         sizes[name] = int(size)
-    return make(devices=devices, **sizes)
+    return sizes
 
 
 def sharding(
-    mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None], rules: Rules, name: str = "array"
+    mesh: Mesh | AbstractMesh,
+    shape: Sequence[int],
+    axes: Sequence[str | None],
+    rules: Rules,
+    name: str = "array",
 ) -> NamedSharding:
     """The sharding of one weight: its logical axes mapped through a rule table.
 
     Args:
-      mesh: A mesh with the axes of `AXES`.
+      mesh: A mesh with the axes of `AXES`; of devices or abstract.
       shape: The weight's shape.
       axes: One logical axis for each dimension (None: never split).
       rules: Logical axis -> mesh axis.
@@ -149,7 +178,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
-def batch_shards(mesh: Mesh | None) -> int:
+def batch_shards(mesh: Mesh | AbstractMesh | None) -> int:
     """Into how many parts the rows of a batch are cut."""
     return 1 if mesh is None else math.prod(mesh.shape[a] for a in BATCH_AXES)
 
@@ -159,12 +188,24 @@ def constrain_rows(x: jax.Array) -> jax.Array:
 
     Does nothing outside `jax.set_mesh`, so that model code needs no mesh.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or not set(BATCH_AXES) <= set(mesh.axis_names):
-        return x
-    if any(t != AxisType.Auto for t in mesh.axis_types):  # inside shard_map all is local already
+    if _mesh_in_use() is None:
         return x
     return jax.lax.with_sharding_constraint(x, P(BATCH_AXES))
+
+
+def shards_in_use() -> int:
+    """Into how many parts rows are cut under `jax.set_mesh`; 1 outside it."""
+    return batch_shards(_mesh_in_use())
+
+
+def _mesh_in_use() -> AbstractMesh | None:
+    """The mesh of `jax.set_mesh`, where rows are split over it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not set(BATCH_AXES) <= set(mesh.axis_names):
+        return None
+    if any(t != AxisType.Auto for t in mesh.axis_types):  # inside shard_map all is local already
+        return None
+    return mesh
 
 
 def shard_rows(tree: Any, mesh: Mesh) -> Any:
@@ -184,3 +225,47 @@ def shard_rows(tree: Any, mesh: Mesh) -> Any:
         return jax.device_put(x, batch_sharding(mesh))
 
     return jax.tree.map(put, tree)
+
+
+def describe(
+    mesh: Mesh | AbstractMesh,
+    config: ModelConfig,
+    work: Work | None = None,
+    rules: Rules = TRAIN_RULES,
+) -> Layout:
+    """The table of a model on a mesh: shards, bytes per device, what a step communicates.
+
+    Args:
+      mesh: A mesh with the axes of `AXES`; it may be abstract. Nothing is allocated.
+      config: The model.
+      work: The sizes of a step; by default one response for each part of the batch.
+      rules: Logical axis -> mesh axis.
+
+    Returns:
+      What prints as tables, and shows as such in a notebook.
+
+    Raises:
+      ValueError: A parameter or the batch does not divide over the mesh.
+    """
+    from rljax import planning
+
+    return planning.describe(mesh, config, work, rules)
+
+
+def draw(
+    mesh: Mesh | AbstractMesh, config: ModelConfig, parameter: str, rules: Rules = TRAIN_RULES
+) -> Figure:
+    """The device grid beside a weight, both in the colours of the weight's shards.
+
+    Args:
+      mesh: A mesh with the axes of `AXES`; it may be abstract.
+      config: The model.
+      parameter: Its name, or the end of it, such as `feed_forward/gate`.
+      rules: Logical axis -> mesh axis.
+
+    Raises:
+      ValueError: The model has no such parameter, or it does not divide over the mesh.
+    """
+    from rljax import planning
+
+    return planning.draw(mesh, config, parameter, rules)

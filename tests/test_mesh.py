@@ -69,6 +69,17 @@ def test_from_flags():
             meshes.from_flags(text)
 
 
+def test_an_abstract_mesh_needs_no_devices():
+    mesh = meshes.make_abstract(1024, fsdp=64, expert=16)
+    assert dict(mesh.shape) == {**dict.fromkeys(meshes.AXES, 1), "fsdp": 64, "expert": 16}
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    assert meshes.batch_shards(mesh) == 64
+    found = meshes.sharding(mesh, (256, 128), ("experts", "embed"), meshes.TRAIN_RULES)
+    assert found.shard_shape((256, 128)) == (16, 2)
+    with pytest.raises(ValueError, match="mesh fsdp=3 needs 3 devices, got 1024"):
+        meshes.make_abstract(1024, fsdp=3)
+
+
 @pytest.mark.smoke
 def test_sharding_maps_logical_axes_through_the_rules():
     mesh = meshes.make(fsdp=2, expert=2, tensor=2)
@@ -139,9 +150,10 @@ def test_rows_are_split_over_data_and_fsdp():
 
 def test_constrain_rows():
     x = np.ones((8, 2), np.float32)
-    assert meshes.constrain_rows(x) is x
+    assert meshes.constrain_rows(x) is x and meshes.shards_in_use() == 1
     mesh = meshes.make(data=2, fsdp=4)
     with jax.set_mesh(mesh):
+        assert meshes.shards_in_use() == 8
         split = jax.jit(meshes.constrain_rows)(x)
     assert split.sharding.shard_shape((8, 2)) == (1, 2)
     explicit = jax.make_mesh((8,), ("fsdp",))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from rljax.mesh import constrain_rows
+from rljax.mesh import constrain_rows, shards_in_use
 from rljax.models import experts as moe
 from rljax.models.balance import balance_loss
 from rljax.models.config import (
@@ -532,7 +532,7 @@ def token_logprobs(
       segments: Packed sequences by number, 0 for padding; by default a row is one sequence.
       temperature: Divides the logits, as in sampling.
       routing: Experts to replay, -1 where unset.
-      chunk: Tokens whose logits are held at a time, at least one of each row.
+      chunk: Tokens whose logits a device holds at a time, at least one of each row.
 
     Returns:
       logp: float32; entry t is the log-probability of the token at t given those before it in its
@@ -578,7 +578,7 @@ def score_tokens(
       segments: Packed sequences by number.
       temperature: Divides the logits.
       routing: Experts to replay.
-      chunk: Tokens whose logits are held at a time, at least one of each row.
+      chunk: Tokens whose logits a device holds at a time, at least one of each row.
       wanted: The tokens to score; others get 0. All but the first of a segment by default.
       most_wanted: A bound on `wanted` tokens in a row. Logits are then formed for that many
         tokens a row, which spares most of the output matmul where prompts are long. Wanted tokens
@@ -697,7 +697,7 @@ def _score(
         return (logp, entropy) if kept is None else _among(z, t, kept, logp, entropy)
 
     with jax.named_scope("logprobs"):
-        width = max(1, chunk // rows)
+        width = max(1, chunk * shards_in_use() // rows)
         if length <= width:
             return part((hidden, targets, support))
         parts = -(-length // width)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, PRNGKeyArray
 
 from rljax import mesh as meshes
@@ -190,7 +190,7 @@ def names(config: ModelConfig) -> Params:
     return _names(declare(config))
 
 
-def lay_out(tree: Params, mesh: Mesh, rules: meshes.Rules) -> Params:
+def lay_out(tree: Params, mesh: Mesh | AbstractMesh, rules: meshes.Rules) -> Params:
     """The tree of `NamedSharding`s of declared parameters on a mesh, by a rule table.
 
     Raises:
@@ -201,7 +201,9 @@ def lay_out(tree: Params, mesh: Mesh, rules: meshes.Rules) -> Params:
     )
 
 
-def shardings(config: ModelConfig, mesh: Mesh, rules: meshes.Rules = meshes.TRAIN_RULES) -> Params:
+def shardings(
+    config: ModelConfig, mesh: Mesh | AbstractMesh, rules: meshes.Rules = meshes.TRAIN_RULES
+) -> Params:
     """The tree of `NamedSharding`s of a model's parameters on a mesh, by a rule table.
 
     Raises:

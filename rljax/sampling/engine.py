@@ -277,6 +277,35 @@ class Engine:
             for filtered in (False, True)
         }
 
+    def lower_decode(self) -> jax.stages.Lowered:
+        """The program of a decode chunk at full length, lowered from shapes alone.
+
+        Nothing is allocated, so that the mesh may be of described devices: for planning.
+        """
+
+        def laid_out(tree: Any, spec: P) -> Any:
+            layout = None if self.mesh is None else NamedSharding(self.mesh, spec)
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), tree
+            )
+
+        config = layers.apart(self.config) if self._gathered else self.config
+        wanted = models.abstract(config, mesh=self.mesh, rules=meshes.ROLLOUT_RULES)
+        params = jax.tree.map(
+            lambda x, w: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=w.sharding),
+            jax.eval_shape(lambda p: models.for_compute(p, config), wanted),
+            wanted,
+        )
+        pages = self._num_pages * self._shards
+        pool = jax.eval_shape(lambda: cache.make_pool(self.config, pages, self.page_size))
+        nobody = Rows([[None] * self._slots for _ in range(self._shards)], shared=False)
+        slots = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], *x.shape[2:]), x.dtype),
+            self._blank_slots(nobody, self._most_pages, 0),
+        )
+        program: Any = self._decode[False]
+        return program.lower(params, laid_out(pool, _POOL), laid_out(slots, _ROWS))
+
     def _put(self, x: np.ndarray) -> jax.Array:
         """A host array [shards · n, ...] on its shards."""
         if self.mesh is None:

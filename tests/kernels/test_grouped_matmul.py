@@ -129,3 +129,14 @@ def test_refusals(shapes, kwargs, message):
 
 def test_cpu_uses_blocks():
     assert gmm.default_backend() == "blocks"
+
+
+def test_the_default_backend_is_that_of_the_devices_compiled_for():
+    def mesh(platform):
+        device = jax.sharding.AbstractDevice(platform, num_cores=1, platform=platform)
+        return jax.sharding.AbstractMesh((1,), ("fsdp",), abstract_device=device)
+
+    assert gmm.default_backend() == "blocks"
+    for platform, backend in (("tpu", "ragged"), ("cuda", "ragged"), ("cpu", "blocks")):
+        with jax.sharding.use_abstract_mesh(mesh(platform)):
+            assert gmm.default_backend() == backend

@@ -1,0 +1,89 @@
+"""Plans the training of a model on chips that need not be at hand.
+
+    python -m experiments.plan --model deepseek-v3 --topology v5p:8x8x16 --mesh fsdp=64,expert=16
+    python -m experiments.plan --model qwen3-30b-a3b --topology h100:64 --search
+    python -m experiments.plan --model tiny-moe --topology v5p:2x2x2 --mesh fsdp=8 --compile
+
+Prints bytes per device, what a step communicates and how long it takes at the least; with
+`--search` the meshes that fit, fastest first. `--compile` compiles the real train and
+decode steps for the described chips, which takes the extra `tpu` and for the largest models some
+minutes, and sets XLA's own account beside the estimate.
+"""
+
+import dataclasses
+import os
+import sys
+from typing import Literal
+
+from experiments.flags import fail, read
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    """What to plan."""
+
+    model: str = "deepseek-v3"
+    """A named configuration of rljax.models."""
+    topology: str = "v5p:8x8x16"
+    """Chips as kind:grid; kinds are v5e, v5p, v6e, h100, h200, b200."""
+    mesh: str = ""
+    """How they are used, such as fsdp=64,expert=16; empty: all share the weights (fsdp)."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of activations and matmul inputs."""
+    remat: bool = True
+    """Recompute each layer's activations in the backward pass."""
+    layout: bool = False
+    """Print every parameter with its shard too."""
+    search: bool = False
+    """Rank the meshes that fit instead."""
+    compile: bool = False
+    """Compile the train step and the decode step for these chips too (TPUs only)."""
+
+
+def main() -> int:
+    """Parses the flags, plans, prints; 1 where the user must mend something."""
+    # Plans are made on the host, whatever it has; compile times are to be those of a first run.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+    try:
+        from rljax import mesh as meshes
+        from rljax import models, planning
+
+        @dataclasses.dataclass(frozen=True)
+        class All:
+            plan: Flags = Flags()
+            work: planning.Work = dataclasses.field(default_factory=planning.Work)
+
+        about = (__doc__ or "").strip()
+        given = read(All, sys.argv[1:], "python -m experiments.plan", about, switches=True)
+        flags, work = given.plan, given.work
+        if flags.model not in models.PRESETS:
+            names = ", ".join(models.PRESETS)
+            raise ValueError(f"model={flags.model!r} is unknown; the models are {names}")
+        config = dataclasses.replace(
+            models.PRESETS[flags.model](), dtype=flags.dtype, remat=flags.remat
+        )
+        topology = planning.Topology.parse(flags.topology)
+        if flags.search:
+            print(planning.ranking(planning.search(config, topology, work)))
+            return 0
+        sizes = meshes.read_flags(flags.mesh, topology.num_chips)
+        planned = planning.plan(
+            config, topology, meshes.make_abstract(topology.num_chips, **sizes), work
+        )
+        if flags.layout:
+            print(f"{planned.layout}\n")
+        print(planned, flush=True)
+        if flags.compile:
+            from rljax.planning.compile import Compared, compile_decode, compile_update
+
+            mesh = meshes.make(devices=topology.devices(), **sizes)
+            for program in (compile_update, compile_decode):
+                print(f"\n{Compared(planned, program(config, mesh, work))}", flush=True)
+    except ValueError as error:
+        return fail(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""The real train and decode steps, compiled for devices that need not be at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from rljax import mesh as meshes
+from rljax.config import OptimizerSettings
+from rljax.models import ModelConfig
+from rljax.planning.communication import Collective
+from rljax.planning.hlo import read_collectives
+from rljax.planning.layout import collective_table
+from rljax.planning.plan import Plan
+from rljax.planning.tables import Table, Tables, size
+from rljax.planning.work import OBJECTIVE, Work, abstract_rows
+from rljax.sampling import Engine
+from rljax.training import state as states
+from rljax.training import update as updates
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What XLA says of a program, for each device.
+
+    Attributes:
+      name: `train` or `decode`.
+      arguments: Bytes of what is handed in.
+      outputs: Bytes of what comes out.
+      aliases: Bytes of outputs that take the place of arguments.
+      temporaries: Bytes needed beside both while it runs.
+      peak: The most bytes in use at once.
+      largest: The largest temporaries: bytes, and the arrays that take turns in them.
+      collectives: What it sends; `why` says how often and for what.
+      seconds: What lowering and compiling took.
+      host_bytes: The most memory this process has used so far.
+    """
+
+    name: str
+    arguments: int
+    outputs: int
+    aliases: int
+    temporaries: int
+    peak: int
+    largest: tuple[tuple[int, str], ...]
+    collectives: tuple[Collective, ...]
+    seconds: float
+    host_bytes: int
+
+    @property
+    def total(self) -> int:
+        """Bytes per device: arguments, temporaries, and outputs that replace no argument."""
+        return self.arguments + self.temporaries + self.outputs - self.aliases
+
+
+def compile_update(config: ModelConfig, mesh: Mesh, work: Work) -> Compiled:
+    """Compiles the optimizer step of `rljax.training.update` (GSPO, AdamW) for a mesh.
+
+    Args:
+      config: The model.
+      mesh: Of devices at hand or described ones.
+      work: The sizes of a step.
+
+    Raises:
+      ValueError: The compiler finds that it does not fit, or the batch does not divide.
+    """
+    optimizer = states.make_optimizer(OptimizerSettings(), updates=1000)
+    update = updates.make_update(
+        config,
+        OBJECTIVE,
+        optimizer,
+        temperature=1.0,
+        most_wanted=work.max_completion_length,
+        parts=work.parts(mesh),
+        replay=config.top_k > 0,
+    )
+    state = states.abstract(config, optimizer, OBJECTIVE, mesh)
+    layout = meshes.batch_sharding(mesh)
+    rows = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
+        abstract_rows(config, work),
+    )
+    started = time.perf_counter()
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(update, donate_argnums=0).lower(state, rows)
+    return _compile("train", lowered, mesh, started)
+
+
+def compile_decode(config: ModelConfig, mesh: Mesh, work: Work) -> Compiled:
+    """Compiles a chunk of the sampler's decode steps; arguments and refusals as above."""
+    engine = Engine(
+        config,
+        mesh,
+        slots=work.slots,
+        page_size=work.page_size,
+        num_pages=work.pages,
+        max_length=work.length,
+        chunk=work.decode_chunk,
+        with_routing=config.top_k > 0,
+    )
+    started = time.perf_counter()
+    with jax.set_mesh(mesh):
+        lowered = engine.lower_decode()
+    return _compile("decode", lowered, mesh, started)
+
+
+def _compile(name: str, lowered: jax.stages.Lowered, mesh: Mesh, started: float) -> Compiled:
+    # A program for a thousand chips is too large for `as_text`: its dump is read instead. One
+    # that comes out of the compilation cache leaves none, and is read the other way.
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            compiled = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            found = ", ".join(f"{size(n)} {a}" for n, a in _largest(_dumped(folder, _REPORT), 2))
+            raise ValueError(
+                f"the {name} step does not fit this mesh: {str(error).splitlines()[0]} The largest "
+                f"arrays, one after the other: {_short(found)}; split the weights over more "
+                "devices, or take fewer slots or shorter rows"
+            ) from None
+        seconds = time.perf_counter() - started
+        text = _dumped(folder, "after_optimizations") or compiled.as_text() or ""
+        report = _dumped(folder, _REPORT)
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return Compiled(
+        name=name,
+        arguments=memory.argument_size_in_bytes,
+        outputs=memory.output_size_in_bytes,
+        aliases=memory.alias_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        peak=memory.peak_memory_in_bytes,
+        largest=_largest(report),
+        collectives=read_collectives(text, mesh.shape),
+        seconds=seconds,
+        host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+def _dumped(folder: str, what: str) -> str:
+    """The largest dump of a kind: the step's own, beside those of small helpers."""
+    return max((p.read_text() for p in Path(folder).glob(f"*{what}.txt")), key=len, default="")
+
+
+_REPORT = "memory-usage-report"
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_BUFFER = re.compile(
+    r"^ *\S+ *\( *\d+%\); *(?P<size>[\d.]+)(?P<unit>[KMG]?i?B?); *\d+; *\d+; *(?P<arrays>\S.*)$",
+    re.MULTILINE,
+)
+
+
+def _largest(report: str, most: int = 5) -> tuple[tuple[int, str], ...]:
+    """The largest buffers of XLA's report on memory."""
+    found = [
+        (int(float(b["size"]) * _UNITS[b["unit"]]), b["arrays"]) for b in _BUFFER.finditer(report)
+    ]
+    return tuple(sorted(found, key=lambda buffer: -buffer[0])[:most])
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Compared(Tables):
+    """XLA's account of a program beside the plan's estimate.
+
+    Attributes:
+      plan: The estimate.
+      compiled: What XLA says.
+    """
+
+    plan: Plan
+    compiled: Compiled
+
+    def tables(self) -> list[Table]:
+        """Memory, the largest temporaries, collectives."""
+        c = self.compiled
+        handed, needed = self.plan.arguments[c.name], self.plan.temporaries[c.name]
+        memory = self.plan.topology.chip.memory
+        lines = [
+            ("arguments", size(c.arguments), size(handed), _apart(c.arguments, handed)),
+            ("temporaries", size(c.temporaries), size(needed), _apart(c.temporaries, needed)),
+            ("outputs", size(c.outputs), "", ""),
+            ("of them in place of arguments", size(c.aliases), "", ""),
+            ("all", size(c.total), size(handed + needed), _apart(c.total, handed + needed)),
+            ("peak", size(c.peak), "", ""),
+            ("fits", "yes" if c.total <= memory else "NO", "", f"of {size(memory)}"),
+        ]
+        return [
+            Table(
+                f"{c.name} step: compiled in {c.seconds:.0f} s with {size(c.host_bytes)} of host "
+                "memory; bytes per device",
+                ("", "XLA", "estimate", ""),
+                lines,
+            ),
+            Table(
+                "Its largest temporaries: why they differ from the estimate",
+                ("bytes", "arrays, one after the other"),
+                [(size(n), _short(arrays)) for n, arrays in c.largest],
+            ),
+            collective_table("Sent by each device, as compiled", c.collectives),
+        ]
+
+
+def _apart(ours: float, theirs: float) -> str:
+    return f"{ours / theirs - 1:+.1%}" if theirs else ""
+
+
+def _short(arrays: str, most: int = 90) -> str:
+    return arrays if len(arrays) <= most else f"{arrays[:most]} …"

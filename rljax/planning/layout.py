@@ -1,0 +1,107 @@
+"""The table of a model on a mesh: shards, bytes per device, what a step communicates."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.sharding import AbstractMesh, Mesh
+
+from rljax import mesh as meshes
+from rljax import models
+from rljax.models import ModelConfig
+from rljax.planning.communication import Collective, update_collectives
+from rljax.planning.placement import KINDS, Placed, place
+from rljax.planning.tables import Table, Tables, count, size
+from rljax.planning.work import Work
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Layout(Tables):
+    """How a model lies on a mesh; shows itself as text, and as HTML in a notebook.
+
+    Attributes:
+      mesh: Sizes of the mesh axes that are not 1.
+      parameters: Number of parameters.
+      active: Those that take part in one token.
+      rows: Every parameter.
+      parts: Micro-batches of an optimizer step.
+      collectives: What each optimizer step communicates.
+    """
+
+    mesh: dict[str, int]
+    parameters: int
+    active: int
+    rows: tuple[Placed, ...]
+    parts: int
+    collectives: tuple[Collective, ...]
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Bytes per device by kind."""
+        each = [row.bytes(self.parts) for row in self.rows]
+        return {kind: sum(row[kind] for row in each) for kind in KINDS}
+
+    def tables(self) -> list[Table]:
+        """Parameters, bytes by kind, collectives."""
+        where = ", ".join(f"{name}={n}" for name, n in self.mesh.items()) or "one device"
+        total = self.totals
+        return [
+            Table(
+                f"{count(self.parameters)} parameters ({count(self.active)} active) on {where}",
+                ("parameter", "shape", "logical axes", "split over", "shard", "bytes/device"),
+                [
+                    (
+                        row.name,
+                        "×".join(map(str, row.shape)),
+                        ", ".join(a or "·" for a in row.axes),
+                        ", ".join(a or "·" for a in row.spec),
+                        "×".join(map(str, row.shard)),
+                        size(sum(row.bytes(self.parts).values())),
+                    )
+                    for row in self.rows
+                ],
+            ),
+            Table(
+                "Held by each device for training",
+                ("kind", "bytes"),
+                [*((k, size(n)) for k, n in total.items()), ("all", size(sum(total.values())))],
+            ),
+            collective_table("Sent by each device in an optimizer step", self.collectives),
+        ]
+
+
+def collective_table(title: str, collectives: tuple[Collective, ...]) -> Table:
+    """Collectives as a table."""
+    body = [(c.kind, c.axis, size(c.bytes), c.why) for c in collectives]
+    return Table(title, ("collective", "mesh axis", "bytes", "why"), body)
+
+
+def describe(
+    mesh: Mesh | AbstractMesh,
+    config: ModelConfig,
+    work: Work | None = None,
+    rules: meshes.Rules = meshes.TRAIN_RULES,
+) -> Layout:
+    """How a model lies on a mesh while training; nothing is allocated.
+
+    Args:
+      mesh: A mesh with the axes of `rljax.mesh.AXES`; it may be abstract.
+      config: The model.
+      work: The sizes of a step; by default one response for each part of the batch.
+      rules: Logical axis -> mesh axis.
+
+    Raises:
+      ValueError: A parameter or the batch does not divide over the mesh.
+    """
+    if work is None:
+        n = meshes.batch_shards(mesh)
+        work = Work(prompts_per_step=n, num_generations=1, mini_batch_size=n, slots=n)
+    rows = place(mesh, config, rules)
+    return Layout(
+        mesh={name: n for name, n in mesh.shape.items() if n > 1},
+        parameters=models.count(config),
+        active=models.count_active(config),
+        rows=tuple(rows),
+        parts=work.parts(mesh),
+        collectives=tuple(update_collectives(mesh, config, work, rows)),
+    )

@@ -1,0 +1,106 @@
+"""Bytes per device while sampling and while updating, beside weights and optimizer."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from rljax import mesh as meshes
+from rljax.models import Block, Experts, ModelConfig
+from rljax.planning.communication import hidden_bytes
+from rljax.planning.placement import Placed, place
+from rljax.planning.work import Work
+from rljax.sampling.cache import make_pool
+
+_CHUNK = 1024  # tokens of a micro-batch whose logits are held at a time
+
+
+def activations(
+    mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work, placed: Sequence[Placed]
+) -> dict[str, int]:
+    """The largest temporaries of an update, by what they are; one layer's at a time.
+
+    Args:
+      mesh: The mesh.
+      config: The model; without `remat` every layer's are kept, with it only its input.
+      work: The sizes of a step.
+      placed: Its parameters on the mesh.
+    """
+    rows, length, tensor = work.rows(mesh), work.length, mesh.shape["tensor"]
+    tokens, width = rows * length, 4 if config.dtype == "float32" else 2
+    # Scores, their softmax and the gradients of both, in float32.
+    heads = max(b.attention.num_heads for b in config.layers)
+    scores = 4 * 4 * rows * heads * length**2 // tensor
+    # Inputs, inner products and outputs of the largest feed-forward, and their gradients.
+    inner = 2 * width * max(_feed_forward(b, config, tokens, tensor) for b in config.layers)
+    layers = 1 if config.remat else config.num_layers
+    logits = min(max(_CHUNK, rows), rows * work.max_completion_length)
+    return {
+        "inputs of layers, kept for the backward pass": config.num_layers
+        * hidden_bytes(config, tokens),
+        "attention scores": layers * scores,
+        "feed-forward": layers * inner,
+        "gathered weights of a layer and their gradients": 2 * _largest_layer(mesh, placed),
+        "logits": 3 * 4 * logits * config.vocab_size // tensor,
+    }
+
+
+def _feed_forward(block: Block, config: ModelConfig, tokens: int, tensor: int) -> int:
+    c = block.feed_forward
+    if not isinstance(c, Experts):
+        return tokens * (2 * config.hidden_size + 3 * c.intermediate_size // tensor)
+    # Room for all of a batch shard's tokens on one device: none is dropped, however skewed.
+    routed = tokens * c.top_k * (2 * config.hidden_size + 3 * c.intermediate_size // tensor)
+    return routed + tokens * 3 * c.shared_size // tensor
+
+
+def _largest_layer(mesh: Mesh | AbstractMesh, placed: Sequence[Placed]) -> int:
+    """Bytes of the largest layer's weights in the compute dtype, whole over fsdp."""
+    layers: dict[str, int] = {}
+    for p in placed:
+        if p.name.startswith("stacks/"):
+            layer = "/".join(p.name.split("/")[:3])
+            ways = mesh.shape["fsdp"] if "fsdp" in p.spec else 1
+            layers[layer] = layers.get(layer, 0) + p.held * ways * p.width // p.shape[0]
+    return max(layers.values())
+
+
+def rollout_weights(mesh: Mesh | AbstractMesh, config: ModelConfig) -> int:
+    """Bytes of the sampler's weights: 0 where it samples with the trainer's very buffers."""
+    sampler = place(mesh, config, meshes.ROLLOUT_RULES)
+    trainer = place(mesh, config)
+    if all(s.spec == t.spec and s.width == 4 for s, t in zip(sampler, trainer, strict=True)):
+        return 0
+    return sum(p.held * p.width for p in sampler)
+
+
+def kv_pool(mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work) -> int:
+    """Bytes of the KV cache's pages on a device.
+
+    Raises:
+      ValueError: The pages do not divide, or layers differ in their heads.
+    """
+    shards = meshes.batch_shards(mesh)
+    if work.pages % shards:
+        raise ValueError(
+            f"num_pages={work.pages} do not divide over data×fsdp = {shards}; use a multiple"
+        )
+    return kv_bytes(config, work.pages * work.page_size) // shards
+
+
+def kv_bytes(config: ModelConfig, tokens: int) -> int:
+    """Bytes of the keys and values of so many tokens, all layers."""
+    pool = jax.eval_shape(functools.partial(make_pool, config, tokens, 1))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in pool.values())
+
+
+def decode_activations(mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work) -> int:
+    """Bytes of a decode step's temporaries: one layer's keys and values as read, and logits."""
+    slots, tensor = work.slots // meshes.batch_shards(mesh), mesh.shape["tensor"]
+    read = 2 * kv_bytes(config, slots * work.length) // config.num_layers
+    heads = max(b.attention.num_heads for b in config.layers) // tensor
+    return read + 2 * 4 * slots * (heads * work.length + config.vocab_size // tensor)

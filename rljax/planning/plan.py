@@ -1,0 +1,141 @@
+"""A plan: memory, communication and time of a model's training on a machine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.sharding import AbstractMesh, Mesh
+
+from rljax import mesh as meshes
+from rljax.models import ModelConfig
+from rljax.planning import memory, roofline
+from rljax.planning.chips import Topology
+from rljax.planning.layout import Layout, collective_table, describe
+from rljax.planning.roofline import Roofline
+from rljax.planning.tables import Table, Tables, count, seconds, size
+from rljax.planning.work import Work, rows_bytes
+
+KEPT = ("master weights", "optimizer moments")
+"""The kinds that training keeps from step to step."""
+ROWS = "rows of a mini-batch"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan(Tables):
+    """What a step takes on a machine; shows itself as tables.
+
+    Attributes:
+      topology: The machine.
+      layout: Parameters, bytes by kind, collectives.
+      update: Bytes per device while updating, by kind.
+      rollout: Bytes per device while sampling, by kind.
+      update_time: Of one optimizer step.
+      rollout_time: Of a rollout batch.
+      updates: Optimizer steps of a rollout batch.
+    """
+
+    topology: Topology
+    layout: Layout
+    update: dict[str, int]
+    rollout: dict[str, int]
+    update_time: Roofline
+    rollout_time: Roofline
+    updates: int
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        """Bytes per device that the train and the decode step are handed."""
+        kept = sum(self.update[kind] for kind in (*KEPT, ROWS))
+        weights = self.rollout["sampler's weights"] or self.layout.totals["master weights"]
+        return {"train": kept, "decode": weights + self.rollout["KV pool"]}
+
+    @property
+    def temporaries(self) -> dict[str, int]:
+        """Bytes per device that they need while they run."""
+        handed = (*KEPT, ROWS, "KV pool")
+        return {
+            "train": sum(n for kind, n in self.update.items() if kind not in handed),
+            "decode": self.rollout["decode activations"],
+        }
+
+    @property
+    def peak(self) -> int:
+        """Bytes per device at the most."""
+        return max(sum(self.update.values()), sum(self.rollout.values()))
+
+    @property
+    def fits(self) -> bool:
+        """Whether a chip's memory holds that."""
+        return self.peak <= self.topology.chip.memory
+
+    @property
+    def seconds(self) -> float:
+        """A whole step, rollout and updates, where everything overlaps perfectly."""
+        return self.rollout_time.seconds + self.updates * self.update_time.seconds
+
+    def tables(self) -> list[Table]:
+        """Parameters, memory, collectives, times."""
+        chip, layout = self.topology.chip, self.layout
+        kinds = [*dict.fromkeys([*self.update, *self.rollout])]
+        held = [
+            (k, *(size(phase[k]) if k in phase else "" for phase in (self.update, self.rollout)))
+            for k in kinds
+        ]
+        sums = [sum(phase.values()) for phase in (self.update, self.rollout)]
+        held.append(("all", *map(size, sums)))
+        held.append(("fits", *("yes" if n <= chip.memory else "NO" for n in sums)))
+        where = ", ".join(f"{name}={n}" for name, n in layout.mesh.items()) or "one device"
+        times = (("update", self.update_time), ("rollout batch", self.rollout_time))
+        return [
+            Table(
+                f"{count(layout.parameters)} parameters, {count(layout.active)} active, on "
+                f"{self.topology.num_chips} {chip.name} ({where})",
+                (f"bytes per device, of {size(chip.memory)}", "update", "rollout"),
+                held,
+            ),
+            collective_table("Sent by each device in an optimizer step", layout.collectives),
+            Table(
+                f"Least times; a step is a rollout batch and {self.updates} update(s): "
+                f"{seconds(self.seconds)}",
+                ("", "compute", "memory", "links", "bound by"),
+                [
+                    (
+                        name,
+                        *(seconds(getattr(t, r)) for r in ("compute", "memory", "links")),
+                        t.bound,
+                    )
+                    for name, t in times
+                ],
+            ),
+        ]
+
+
+def plan(config: ModelConfig, topology: Topology, mesh: Mesh | AbstractMesh, work: Work) -> Plan:
+    """Plans the training of a model; nothing is allocated.
+
+    Args:
+      config: The model.
+      topology: The machine.
+      mesh: Its chips as a mesh, which may be abstract.
+      work: The sizes of a step.
+
+    Raises:
+      ValueError: Parameters, batch, slots or pages do not divide over the mesh.
+    """
+    layout = describe(mesh, config, work)
+    placed, totals = layout.rows, layout.totals
+    kept = {kind: totals[kind] for kind in KEPT}
+    rows = rows_bytes(config, work) // meshes.batch_shards(mesh)
+    pool = {"KV pool": memory.kv_pool(mesh, config, work)}
+    return Plan(
+        topology=topology,
+        layout=layout,
+        update=totals | {ROWS: rows} | memory.activations(mesh, config, work, placed) | pool,
+        rollout=kept
+        | {"sampler's weights": memory.rollout_weights(mesh, config)}
+        | {"decode activations": memory.decode_activations(mesh, config, work)}
+        | pool,
+        update_time=roofline.update(topology.chip, mesh, config, work, placed, layout.collectives),
+        rollout_time=roofline.rollout(topology.chip, mesh, config, work, placed),
+        updates=work.updates,
+    )

@@ -1,0 +1,154 @@
+"""How long a rollout and an update take at the least, by what the chips can do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jax.sharding import AbstractMesh, Mesh
+
+from rljax import mesh as meshes
+from rljax.models import LatentAttention, ModelConfig
+from rljax.planning.chips import Chip
+from rljax.planning.communication import Collective, decode_collectives
+from rljax.planning.memory import kv_bytes, rollout_weights
+from rljax.planning.placement import Placed
+from rljax.planning.work import Work
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """Seconds that each resource of a chip is busy.
+
+    Attributes:
+      compute: Matmuls at the chip's peak.
+      memory: Bytes to and from its memory at its full bandwidth.
+      links: Bytes sent at the full bandwidth of all its links.
+    """
+
+    compute: float
+    memory: float
+    links: float
+
+    @property
+    def seconds(self) -> float:
+        """The time where all three overlap perfectly."""
+        return max(self.compute, self.memory, self.links)
+
+    @property
+    def bound(self) -> str:
+        """Which resource that time is spent on."""
+        return max(("compute", "memory", "links"), key=lambda name: getattr(self, name))
+
+
+def update(
+    chip: Chip,
+    mesh: Mesh | AbstractMesh,
+    config: ModelConfig,
+    work: Work,
+    placed: Sequence[Placed],
+    collectives: Sequence[Collective],
+) -> Roofline:
+    """One optimizer step: forward, recomputed where layers are, backward (twice forward), AdamW.
+
+    Args:
+      chip: The kind of chip.
+      mesh: The mesh.
+      config: The model.
+      work: The sizes of a step.
+      placed: Its parameters on the mesh.
+      collectives: What the step communicates.
+    """
+    parts = work.parts(mesh)
+    rows = parts * work.rows(mesh)
+    forward = _forward(mesh, config, placed, rows * work.length, rows * work.max_completion_length)
+    forward += _attention(mesh, config, rows * work.length, work.length)
+    passes = 3 + config.remat
+    gathered = sum(p.held * _gathered(p, mesh) * p.width for p in placed)
+    state = sum(n for p in placed for n in p.bytes(parts).values())
+    return Roofline(
+        compute=passes * forward / chip.flops,
+        # Each pass reads the weights once; AdamW reads and writes all that is kept.
+        memory=(passes * parts * gathered + 2 * state) / chip.memory_bandwidth,
+        links=sum(c.bytes for c in collectives) / chip.link_bandwidth,
+    )
+
+
+def rollout(
+    chip: Chip,
+    mesh: Mesh | AbstractMesh,
+    config: ModelConfig,
+    work: Work,
+    placed: Sequence[Placed],
+) -> Roofline:
+    """A rollout batch: each prompt prefilled once, then decode steps with all slots full.
+
+    Args:
+      chip: The kind of chip.
+      mesh: The mesh.
+      config: The model.
+      work: The sizes of a step.
+      placed: Its parameters on the mesh.
+    """
+    shards = meshes.batch_shards(mesh)
+    prompts = work.prompts_per_step * work.max_prompt_length / shards
+    prefill = _forward(mesh, config, placed, prompts, 0)
+    prefill += _attention(mesh, config, prompts, work.max_prompt_length)
+    slots = work.slots / shards
+    waves = -(-work.responses // work.slots)
+    steps = waves * work.max_completion_length
+    seen = work.max_prompt_length + work.max_completion_length / 2
+    weights = rollout_weights(mesh, config) or sum(p.held * p.width for p in placed)
+    fed = int(prompts + steps * slots)
+    return Roofline(
+        compute=(
+            prefill
+            + steps * _forward(mesh, config, placed, slots, slots)
+            + steps * _attention(mesh, config, slots, seen)
+        )
+        / chip.flops,
+        memory=steps
+        * (weights + slots * kv_bytes(config, work.length) * seen / work.length)
+        / chip.memory_bandwidth,
+        links=sum(c.bytes for c in decode_collectives(mesh, config, fed)) / chip.link_bandwidth,
+    )
+
+
+def _gathered(p: Placed, mesh: Mesh | AbstractMesh) -> int:
+    """By how much of a parameter a device computes with more than it holds."""
+    return mesh.shape["fsdp"] if "fsdp" in p.spec else 1
+
+
+def _forward(
+    mesh: Mesh | AbstractMesh,
+    config: ModelConfig,
+    placed: Sequence[Placed],
+    tokens: float,
+    scored: float,
+) -> float:
+    """Operations of a device's matmuls with weights; logits are formed for `scored` tokens."""
+    total, chosen = 0.0, config.top_k / max(config.num_experts, 1)
+    for p in placed:
+        if len(p.shape) - ("layers" in p.axes) < 2:
+            continue
+        used = float(p.held * _gathered(p, mesh))
+        if "experts" in p.axes:
+            used *= chosen
+        output = p.name == ("embed" if config.tie_embeddings else "output")
+        if p.name == "embed" and not output:
+            continue  # looked up, not multiplied
+        total += 2 * used * (scored if output else tokens)
+    return total
+
+
+def _attention(mesh: Mesh | AbstractMesh, config: ModelConfig, tokens: float, seen: float) -> float:
+    """Operations of scores and of their products with values, all keys counted as seen."""
+    total = 0.0
+    for block in config.layers:
+        a = block.attention
+        if isinstance(a, LatentAttention):
+            head = a.nope_dim + a.rope_dim + a.value_dim
+        else:
+            head = 2 * a.head_dim
+        total += 2 * tokens * seen * a.num_heads * head
+    return total / mesh.shape["tensor"]

@@ -1,0 +1,120 @@
+"""What a step of training has to do: how many tokens are sampled, scored and trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from rljax import losses as L
+from rljax import mesh as meshes
+from rljax.batch import Batch, Rows
+from rljax.models import ModelConfig
+from rljax.training.update import micro_batches
+
+OBJECTIVE = L.gspo()
+"""What plans train with; others differ in what they keep of each token, not in the model's work."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The sizes of a step; the names and their meaning are those of `rljax.config`."""
+
+    prompts_per_step: int = 64
+    """Prompts of a rollout batch."""
+    num_generations: int = 16
+    """Responses a prompt, G."""
+    max_prompt_length: int = 512
+    """Tokens of a prompt."""
+    max_completion_length: int = 1536
+    """Tokens of a response."""
+    mini_batch_size: int = 1024
+    """Responses of one optimizer step."""
+    micro_batch_size: int = 1
+    """Responses per device at a time; 0: all at once."""
+    slots: int = 1024
+    """Sequences decoded at once."""
+    page_size: int = 64
+    """Tokens of a page of the KV cache."""
+    num_pages: int = 0
+    """Pages of the KV cache; 0: enough for all slots at full length."""
+    decode_chunk: int = 16
+    """Decode steps between two looks of the host."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            least = 0 if field.name in ("micro_batch_size", "num_pages") else 1
+            value = getattr(self, field.name)
+            if value < least:
+                raise ValueError(f"{field.name}={value} must be at least {least}")
+        if self.responses % self.mini_batch_size:
+            raise ValueError(
+                f"mini_batch_size={self.mini_batch_size} must divide the {self.responses} "
+                "responses of a step (prompts_per_step × num_generations)"
+            )
+
+    @property
+    def responses(self) -> int:
+        """Responses of a rollout batch."""
+        return self.prompts_per_step * self.num_generations
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row: prompt and response."""
+        return self.max_prompt_length + self.max_completion_length
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps that a rollout batch gives."""
+        return self.responses // self.mini_batch_size
+
+    @property
+    def pages(self) -> int:
+        """Pages of the KV cache; without a number of its own as the engine plans them."""
+        return self.num_pages or 2 * -(-self.length // self.page_size) * self.slots
+
+    def parts(self, mesh: Mesh | AbstractMesh) -> int:
+        """Micro-batches of an optimizer step on a mesh.
+
+        Raises:
+          ValueError: The responses do not divide.
+        """
+        return micro_batches(self.mini_batch_size, meshes.batch_shards(mesh), self.micro_batch_size)
+
+    def rows(self, mesh: Mesh | AbstractMesh) -> int:
+        """Responses that a device has of a micro-batch."""
+        return self.mini_batch_size // meshes.batch_shards(mesh) // self.parts(mesh)
+
+
+@functools.cache
+def abstract_rows(config: ModelConfig, work: Work) -> Rows:
+    """The shapes of an optimizer step's rows, as the loop hands them over."""
+
+    def prepare() -> Rows:
+        shape = (work.mini_batch_size, work.length)
+        whole, real = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+        routing = jnp.zeros((*shape, len(config.mixture_layers), config.top_k), jnp.int32)
+        batch = Batch(
+            tokens=whole,
+            mask=whole > 0,
+            group=whole[:, 0],
+            rewards=real[:, 0],
+            positions=whole,
+            segments=whole,
+            rollout_logp=real,
+            old_logp=real,
+            routing=routing if config.top_k else None,
+        )
+        return OBJECTIVE.prepare(batch)[0]
+
+    return jax.eval_shape(prepare)
+
+
+def rows_bytes(config: ModelConfig, work: Work) -> int:
+    """Bytes of an optimizer step's rows on all devices together."""
+    leaves = jax.tree.leaves(abstract_rows(config, work))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)

@@ -1,0 +1,160 @@
+"""Bytes per device against numbers worked by hand."""
+
+import math
+
+import jax
+import pytest
+
+from rljax import mesh as meshes
+from rljax import models, planning
+
+CONFIG = models.decoder(
+    vocab_size=64,
+    hidden_size=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=12,
+    num_experts=4,
+    tie_embeddings=False,
+    dtype="bfloat16",
+)
+
+
+def row(layout, name):
+    return next(r for r in layout.rows if r.name == name)
+
+
+@pytest.mark.smoke
+def test_sixteen_bytes_a_parameter_eighteen_with_micro_batches():
+    assert planning.bytes_per_parameter() == {
+        "master weights": 4,
+        "optimizer moments": 8,
+        "gradients": 2,
+        "compute weights": 2,
+    }
+    assert sum(planning.bytes_per_parameter(parts=2).values()) == 18
+    assert sum(planning.bytes_per_parameter(width=4).values()) == 16
+
+
+@pytest.mark.smoke
+def test_a_mixture_of_1_6t_takes_25_6_terabytes():
+    each = sum(planning.bytes_per_parameter().values())
+    assert each * 1.6e12 == 25.6e12
+    assert round(25.6e12 / 2**40, 3) == 23.283
+    assert 25.6e12 / 80e9 == 320
+    layout = meshes.describe(meshes.make_abstract(1), models.PRESETS["mixture-1.6t"]())
+    assert sum(layout.totals.values()) == pytest.approx(25.6e12, rel=0.01)
+    assert sum(layout.totals.values()) == 16 * layout.parameters
+
+
+def test_a_row_says_where_a_weight_lies():
+    mesh = meshes.make_abstract(8, fsdp=2, expert=2, tensor=2)
+    layout = meshes.describe(mesh, CONFIG)
+    gate = row(layout, "stacks/0/0/feed_forward/gate")
+    assert gate.shape == (2, 4, 16, 12)
+    assert gate.axes == ("layers", "experts", "embed", "mlp")
+    assert gate.spec == (None, "expert", "fsdp", "tensor")
+    assert gate.shard == (2, 2, 8, 6)
+    assert gate.bytes() == {
+        "master weights": 768,
+        "optimizer moments": 1536,
+        "gradients": 384,
+        "compute weights": 384,
+    }
+    # A norm is whole everywhere, and in float32 when computed with.
+    norm = row(layout, "stacks/0/0/attention_norm")
+    assert (norm.shard, norm.width) == ((2, 16), 4)
+    assert norm.bytes() == {
+        "master weights": 128,
+        "optimizer moments": 256,
+        "gradients": 128,
+        "compute weights": 0,
+    }
+
+
+def test_totals_add_up_and_the_mesh_may_be_of_devices():
+    abstract = meshes.describe(meshes.make_abstract(8, fsdp=4, tensor=2), CONFIG)
+    layout = meshes.describe(meshes.make(fsdp=4, tensor=2), CONFIG)
+    assert layout == abstract
+    whole = sum(math.prod(r.shape) for r in layout.rows)
+    assert layout.parameters == whole == models.count(CONFIG)
+    held = sum(r.held for r in layout.rows)
+    assert layout.totals["master weights"] == 4 * held
+    assert layout.totals["optimizer moments"] == 8 * held
+    params = models.init(jax.random.key(0), CONFIG, mesh=meshes.make(fsdp=4, tensor=2))
+    device = jax.devices()[3]
+    there = sum(
+        s.data.nbytes
+        for x in jax.tree.leaves(params)
+        for s in x.addressable_shards
+        if s.device == device
+    )
+    assert layout.totals["master weights"] == there
+
+
+def test_what_a_step_sends():
+    # One mini-batch of 8 rows of 32 tokens, in two micro-batches; numbers travel in 2 bytes.
+    work = planning.Work(
+        prompts_per_step=4, num_generations=2, max_prompt_length=16, max_completion_length=16,
+        mini_batch_size=8, micro_batch_size=1, slots=4,
+    )  # fmt: skip
+    layout = meshes.describe(meshes.make_abstract(16, fsdp=4, expert=2, tensor=2), CONFIG, work)
+    sent = {(c.kind, c.axis): c.bytes for c in layout.collectives}
+    assert layout.parts == 2
+    split = sum(r.held * 4 * r.width for r in layout.rows if "fsdp" in r.spec)
+    whole = sum(r.held * r.width for r in layout.rows if "fsdp" not in r.spec)
+    assert sent["all-gather", "fsdp"] == 2 * 2 * split * 3 // 4
+    assert sent["reduce-scatter", "fsdp"] == 2 * split * 3 // 4
+    assert sent["all-reduce", "fsdp"] == 2 * 2 * whole * 3 // 4
+    # 2 micro-batches × (forward, backward) × 1 row of 32 tokens × 16 numbers of 2 bytes; a ring
+    # over two devices sends each byte once.
+    states = 2 * 2 * 32 * 16 * 2
+    assert sent["all-reduce", "expert"] == 2 * states
+    assert sent["all-reduce", "tensor"] == 5 * states
+    assert all(c.why for c in layout.collectives)
+    # Replicas add up all their gradients.
+    replicas = meshes.describe(meshes.make_abstract(2, data=2), CONFIG)
+    (only,) = replicas.collectives
+    assert (only.kind, only.axis) == ("all-reduce", "data")
+    assert only.bytes == sum(r.held * r.width for r in replicas.rows)
+
+
+def test_a_layout_shows_itself():
+    layout = meshes.describe(meshes.make_abstract(8, fsdp=4, expert=2), CONFIG)
+    text, page = str(layout), layout._repr_html_()
+    for part in ("stacks/0/0/attention/q", "2×4×16×12", "reduce-scatter", "optimizer moments"):
+        assert part in text and part in page
+    assert "<table>" in page
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"tensor": 8},
+            "attention/k: axis 'kv_heads' of size 2 does not divide over mesh axis tensor=8; the "
+            "nearest sizes that do are 2 and 2",
+        ),
+        ({"expert": 8}, "feed_forward/down: axis 'experts' of size 4 .* nearest .* are 4 and 4"),
+    ],
+)
+def test_what_does_not_divide_is_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        meshes.describe(meshes.make_abstract(8, **sizes), CONFIG)
+
+
+def test_a_picture_shows_devices_and_shards():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    mesh = meshes.make_abstract(8, data=2, fsdp=2, expert=2)
+    figure = meshes.draw(mesh, CONFIG, "feed_forward/gate")
+    devices, weight = (axes.images[0].get_array() for axes in figure.axes)
+    # Devices of both data shards hold the same four shards.
+    assert devices.tolist() == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert weight.tolist() == [[0, 1], [2, 3]]
+    assert "4 shard(s) of 2×2×8×12" in figure.axes[1].get_title()
+    matplotlib.pyplot.close(figure)
+    with pytest.raises(ValueError, match="parameter 'nothing' is not one of the model's"):
+        meshes.draw(mesh, CONFIG, "nothing")
