@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import itertools
 import re
 import sys
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -106,7 +107,7 @@ def _with_objective(preset: Config, arguments: list[str]) -> Config:
     A window or coefficient belongs to the objective that it was chosen for.
     """
     chosen = preset.objective.objective
-    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
+    for flag, value in itertools.pairwise([*arguments, ""]):
         if flag.partition("=")[0] == "--objective":
             chosen = flag.partition("=")[2] or value
     if chosen == preset.objective.objective or chosen not in get_args(ObjectiveName):

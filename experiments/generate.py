@@ -81,7 +81,7 @@ def generate(config: Config) -> dict[str, Any]:
 
     from rljax import mesh as meshes
     from rljax import models
-    from rljax.data import find_smollm2, load_prompts, load_tokenizer
+    from rljax.data import load_prompts, load_tokenizer, model_path
     from rljax.monitoring import LiveDisplay
     from rljax.sampling import Engine, SamplingParams
 
@@ -89,7 +89,7 @@ def generate(config: Config) -> dict[str, Any]:
         raise ValueError(f"num_generations={config.num_generations} must be at least 1")
     if config.out.exists():
         raise ValueError(f"out={str(config.out)!r} exists already; remove it or name another")
-    path = find_smollm2() if config.model == "smollm2" else Path(config.model)
+    path = model_path(config.model)
     tokenizer = load_tokenizer(path)
     prompts = load_prompts(
         config.prompts,

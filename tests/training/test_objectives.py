@@ -7,7 +7,7 @@ import pytest
 
 from experiments.flags import parse
 from rljax import losses as L
-from rljax.config import Config, ObjectiveName, ObjectiveSettings
+from rljax.config import PRESETS, Config, ObjectiveName, ObjectiveSettings
 from rljax.training.setup import make_objective
 
 GIVEN = {"old", "rollout", "ref", "entropy", "old_entropy", "components", "values"}
@@ -44,6 +44,10 @@ def test_parts_that_any_objective_may_have():
     covariance = build(objective="dapo", kl_cov=1.0)
     assert covariance.regularisers == (L.kl_cov(coef=1.0),)
     assert covariance.policy == L.chain(L.token_ratio(), L.policy_gradient())
+
+
+def test_without_flags_a_preset_is_as_it_stands():
+    assert parse([], "train") == ("arithmetic", PRESETS["arithmetic"]())
 
 
 @pytest.mark.parametrize("name", typing.get_args(ObjectiveName))
