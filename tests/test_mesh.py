@@ -79,7 +79,7 @@ def test_an_abstract_mesh_needs_no_devices():
     mesh = meshes.make_abstract(1024, fsdp=64, expert=16)
     assert dict(mesh.shape) == {**dict.fromkeys(meshes.AXES, 1), "fsdp": 64, "expert": 16}
     assert set(mesh.axis_types) == {AxisType.Auto}
-    assert meshes.batch_shards(mesh) == 64
+    assert meshes.batch_shards(mesh) == 1024
     found = meshes.sharding(mesh, (256, 128), ("experts", "embed"), meshes.TRAIN_RULES)
     assert found.shard_shape((256, 128)) == (16, 2)
     with pytest.raises(ValueError, match="mesh fsdp=3 needs 3 devices, got 1024"):

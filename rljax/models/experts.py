@@ -237,7 +237,7 @@ def parallel_experts(
         out = compute(x, chosen, weights)
     elif not varies(x, "expert"):
         out = jax.lax.psum(compute(x, chosen, weights), "expert")
-    elif (exchange or _cheaper_exchange(chosen, devices)) == "gather":
+    elif (exchange or cheaper_exchange(*chosen.shape, devices, _ragged_exchange())) == "gather":
         out = compute(gather(x, "expert"), gather(chosen, "expert"), gather(weights, "expert"))
         out = jax.lax.psum_scatter(out, "expert", tiled=True)
     else:
@@ -245,13 +245,19 @@ def parallel_experts(
     return (jax.lax.psum(out, "tensor") if sliced else out).astype(x.dtype)
 
 
-def _cheaper_exchange(chosen: Array, devices: int) -> Exchange:
-    """By bytes: a token goes to k devices at most. Few tokens cost latency, which gather has less.
+def cheaper_exchange(tokens: int, k: int, devices: int, ragged: bool) -> Exchange:
+    """The way by which tokens meet experts of other devices that moves less.
 
-    The dense exchange of a CPU sends as much as a gather, so there it is never worth it.
+    A token goes to k devices at most. Few tokens cost latency, of which gather has less.
+
+    Args:
+      tokens: Those of one device.
+      k: Experts of a token.
+      devices: Over how many devices experts are spread.
+      ragged: Whether only the rows that there are need to be sent; else all to all sends as much
+        as gather.
     """
-    tokens, k = chosen.shape
-    return "all_to_all" if _ragged_exchange() and devices > k and tokens >= 256 else "gather"
+    return "all_to_all" if ragged and devices > k and tokens >= 256 else "gather"
 
 
 def _ragged_exchange() -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from jax.sharding import AbstractMesh, Mesh
 
 from rljax import mesh as meshes
-from rljax.models import ModelConfig
-from rljax.planning.placement import Placed
+from rljax.models import Attention, LatentAttention, ModelConfig
+from rljax.models.experts import cheaper_exchange
+from rljax.planning.placement import Placed, compute_width
 from rljax.planning.work import Work
 
 
@@ -47,8 +48,9 @@ def update_collectives(
 ) -> Iterator[Collective]:
     """What an optimizer step communicates where its program is partitioned well.
 
-    Weights and gradients travel in the compute dtype, once for each micro-batch. Each device
-    computes its own experts for the tokens of its batch shard, and their results are added up.
+    Weights travel in the compute dtype, and gradients too but for those of experts and of the
+    vocabulary, which add up in float32; once for each micro-batch. Experts stay where they are,
+    and tokens travel to them.
 
     Args:
       mesh: The mesh.
@@ -56,24 +58,28 @@ def update_collectives(
       work: The sizes of a step.
       placed: Its parameters on the mesh.
     """
-    parts, sizes = work.parts(mesh), mesh.shape
-    for axis in meshes.BATCH_AXES:
+    parts, sizes, tokens = work.parts(mesh), mesh.shape, work.tokens(mesh)
+    looked_up = "" if config.tie_embeddings else "embed"
+    for axis in (*meshes.BATCH_AXES, "context"):
         ways = sizes[axis]
-        split = sum(p.held * ways * p.width for p in placed if axis in p.spec)
-        whole = sum(p.held * p.width for p in placed if axis not in p.spec)
         if ways == 1:
             continue
-        if split:
+        whole = sum(p.held * _gradient_width(p) for p in placed if axis not in p.spec)
+        # Of an embedding that is not multiplied by, each device looks its part up for all.
+        split = [p for p in placed if axis in p.spec and p.name != looked_up]
+        if axis == "fsdp" and split:
+            weights = ways * sum(p.held * p.width for p in split)
+            gradients = ways * sum(p.held * _gradient_width(p) for p in split)
             yield Collective(
                 "all-gather",
                 axis,
-                int(2 * parts * ring("all-gather", split, ways)),
+                int(2 * parts * ring("all-gather", weights, ways)),
                 "weights of each layer, for its forward and again for its backward pass",
             )
             yield Collective(
                 "reduce-scatter",
                 axis,
-                int(parts * ring("reduce-scatter", split, ways)),
+                int(parts * ring("reduce-scatter", gradients, ways)),
                 "gradients of each layer, added up over rows; each device keeps its shard",
             )
         if whole:
@@ -83,40 +89,107 @@ def update_collectives(
                 int(parts * ring("all-reduce", whole, ways)),
                 f"gradients of what {axis} does not split, added up over rows",
             )
+    if sizes["fsdp"] > 1:
+        yield Collective(
+            "all-to-all",
+            "fsdp",
+            int(2 * parts * ring("all-to-all", hidden_bytes(config, tokens), sizes["fsdp"])),
+            "embeddings, from the devices that hold their parts; and their gradients",
+        )
+    if sizes["context"] > 1:
+        yield from _whole_rows(sizes, config, tokens, parts)
     # Hidden states: forward, recomputed where layers are, and backward.
     passes = parts * (3 if config.remat else 2)
-    states = passes * hidden_bytes(config, work.rows(mesh) * work.length)
-    yield from _activations(sizes, config, states)
+    yield from _activations(sizes, config, tokens, passes)
 
 
 def decode_collectives(
-    mesh: Mesh | AbstractMesh, config: ModelConfig, slots: int
+    mesh: Mesh | AbstractMesh, config: ModelConfig, tokens: float
 ) -> Iterator[Collective]:
-    """What one decode step communicates, where each device decodes for `slots` sequences."""
-    yield from _activations(mesh.shape, config, hidden_bytes(config, slots))
+    """What the sampler communicates to run `tokens` a device, such as one for each of its slots."""
+    yield from _activations(mesh.shape, config, tokens, 1)
 
 
-def hidden_bytes(config: ModelConfig, tokens: int) -> int:
+def hidden_bytes(config: ModelConfig, tokens: float) -> int:
     """Bytes of the hidden states of so many tokens."""
-    return tokens * config.hidden_size * (4 if config.dtype == "float32" else 2)
+    return int(tokens * config.hidden_size * compute_width(config))
 
 
-def _activations(sizes: dict[str, int], config: ModelConfig, states: int) -> Iterator[Collective]:
-    """Hidden states of `states` bytes, added up after each layer's halves."""
+def _gradient_width(p: Placed) -> int:
+    """Bytes of one number of a gradient while devices add it up."""
+    return 4 if {"experts", "vocab"} & set(p.axes) else p.width
+
+
+def _whole_rows(
+    sizes: Mapping[str, int], config: ModelConfig, tokens: int, parts: int
+) -> Iterator[Collective]:
+    """Keys and values of rows that are split along their length."""
+    context = sizes["context"]
+    each = sum(_keys_and_values(block.attention) for block in config.layers)
+    numbers = tokens * context * each // sizes["tensor"]
+    forwards = parts * (2 if config.remat else 1)
+    yield Collective(
+        "all-gather",
+        "context",
+        int(forwards * ring("all-gather", compute_width(config) * numbers, context)),
+        "keys and values of whole rows, for the queries of their parts",
+    )
+    yield Collective(
+        "reduce-scatter",
+        "context",
+        int(parts * ring("reduce-scatter", 4 * numbers, context)),
+        "gradients of keys and values, added up over the parts of a row in float32",
+    )
+
+
+def _keys_and_values(c: Attention | LatentAttention) -> int:
+    """Numbers of a token's keys and values in training."""
+    if isinstance(c, LatentAttention):
+        return c.num_heads * (c.nope_dim + c.rope_dim + c.value_dim)
+    return 2 * c.num_kv_heads * c.head_dim
+
+
+def _activations(
+    sizes: Mapping[str, int], config: ModelConfig, tokens: float, passes: int
+) -> Iterator[Collective]:
+    """Hidden states of a device's tokens, sent `passes` times through each layer's halves."""
     expert, tensor = sizes["expert"], sizes["tensor"]
     if expert > 1 and config.num_experts:
-        whole = states * len(config.mixture_layers)
-        yield Collective(
-            "all-reduce",
-            "expert",
-            int(ring("all-reduce", whole, expert)),
-            "outputs of experts, added up over the devices that hold a token's experts",
-        )
+        yield from _met_experts(config, tokens, expert, passes * len(config.mixture_layers))
     if tensor > 1:
-        whole = states * (2 * config.num_layers + 1)
+        whole = passes * hidden_bytes(config, tokens) * (2 * config.num_layers + 1)
         yield Collective(
             "all-reduce",
             "tensor",
             int(ring("all-reduce", whole, tensor)),
             "outputs of attention, feed-forward and embedding, added up over heads and columns",
+        )
+
+
+def _met_experts(
+    config: ModelConfig, tokens: float, devices: int, times: int
+) -> Iterator[Collective]:
+    """Tokens to experts of other devices, and in float32 what these answer."""
+    sent, answered = hidden_bytes(config, tokens), 4 * int(tokens) * config.hidden_size
+    way = config.expert_exchange or cheaper_exchange(int(tokens), config.top_k, devices, True)
+    if way == "gather":
+        yield Collective(
+            "all-gather",
+            "expert",
+            int(times * ring("all-gather", sent * devices, devices)),
+            "tokens, shown to the experts of all devices",
+        )
+        yield Collective(
+            "reduce-scatter",
+            "expert",
+            int(times * ring("reduce-scatter", answered * devices, devices)),
+            "outputs of experts, added up over the devices that hold a token's experts",
+        )
+    else:
+        copies = min(config.top_k, devices)
+        yield Collective(
+            "all-to-all",
+            "expert",
+            int(times * ring("all-to-all", copies * (sent + answered), devices)),
+            "tokens to the devices that hold their experts, and outputs back, at the most",
         )

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from rljax import mesh as meshes
 from rljax.models import Block, Experts, ModelConfig
 from rljax.planning.communication import hidden_bytes
-from rljax.planning.placement import Placed, place
+from rljax.planning.placement import Placed, compute_width, place
 from rljax.planning.work import Work
 from rljax.sampling.cache import make_pool
 
@@ -30,15 +30,15 @@ def activations(
       work: The sizes of a step.
       placed: Its parameters on the mesh.
     """
-    rows, length, tensor = work.rows(mesh), work.length, mesh.shape["tensor"]
-    tokens, width = rows * length, 4 if config.dtype == "float32" else 2
+    rows, tokens, tensor = work.rows(mesh), work.tokens(mesh), mesh.shape["tensor"]
     # Scores, their softmax and the gradients of both, in float32.
     heads = max(b.attention.num_heads for b in config.layers)
-    scores = 4 * 4 * rows * heads * length**2 // tensor
+    scores = 4 * 4 * tokens * heads * work.length // tensor
     # Inputs, inner products and outputs of the largest feed-forward, and their gradients.
-    inner = 2 * width * max(_feed_forward(b, config, tokens, tensor) for b in config.layers)
+    inner = max(_feed_forward(b, config, tokens, mesh) for b in config.layers)
+    inner *= 2 * compute_width(config)
     layers = 1 if config.remat else config.num_layers
-    logits = min(max(_CHUNK, rows), rows * work.max_completion_length)
+    logits = min(max(_CHUNK, rows), work.scored(mesh))
     return {
         "inputs of layers, kept for the backward pass": config.num_layers
         * hidden_bytes(config, tokens),
@@ -49,12 +49,13 @@ def activations(
     }
 
 
-def _feed_forward(block: Block, config: ModelConfig, tokens: int, tensor: int) -> int:
-    c = block.feed_forward
+def _feed_forward(block: Block, config: ModelConfig, tokens: int, mesh: Mesh | AbstractMesh) -> int:
+    c, tensor = block.feed_forward, mesh.shape["tensor"]
+    each = 2 * config.hidden_size + 3 * c.intermediate_size // tensor
     if not isinstance(c, Experts):
-        return tokens * (2 * config.hidden_size + 3 * c.intermediate_size // tensor)
-    # Room for all of a batch shard's tokens on one device: none is dropped, however skewed.
-    routed = tokens * c.top_k * (2 * config.hidden_size + 3 * c.intermediate_size // tensor)
+        return tokens * each
+    # Room for the tokens of all devices along `expert`: none is dropped, however skewed.
+    routed = tokens * mesh.shape["expert"] * c.top_k * each
     return routed + tokens * 3 * c.shared_size // tensor
 
 
@@ -87,7 +88,7 @@ def kv_pool(mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work) -> int:
     shards = meshes.batch_shards(mesh)
     if work.pages % shards:
         raise ValueError(
-            f"num_pages={work.pages} do not divide over data×fsdp = {shards}; use a multiple"
+            f"num_pages={work.pages} do not divide over data×fsdp×expert = {shards}; use a multiple"
         )
     return kv_bytes(config, work.pages * work.page_size) // shards
 

@@ -63,6 +63,11 @@ def bytes_per_parameter(width: int = 2, parts: int = 1) -> dict[str, int]:
     return dict(zip(KINDS, (4, 8, gradient, compute), strict=True))
 
 
+def compute_width(config: ModelConfig) -> int:
+    """Bytes of a number in the compute dtype."""
+    return jax.numpy.dtype(config.dtype).itemsize
+
+
 def place(
     mesh: Mesh | AbstractMesh, config: ModelConfig, rules: meshes.Rules = meshes.TRAIN_RULES
 ) -> list[Placed]:
@@ -84,7 +89,6 @@ def place(
             models.shardings(config, mesh, rules),
         )
     )
-    narrow = jax.numpy.dtype(config.dtype).itemsize
     return [
         Placed(
             name=name,
@@ -92,7 +96,7 @@ def place(
             axes=p.axes,
             spec=tuple(sharding.spec),
             shard=sharding.shard_shape(p.shape),
-            width=4 if p.precise else narrow,
+            width=4 if p.precise else compute_width(config),
         )
         for name, p, sharding in zip(names, declared, shardings, strict=True)
     ]

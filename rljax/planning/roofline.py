@@ -60,9 +60,9 @@ def update(
       collectives: What the step communicates.
     """
     parts = work.parts(mesh)
-    rows = parts * work.rows(mesh)
-    forward = _forward(mesh, config, placed, rows * work.length, rows * work.max_completion_length)
-    forward += _attention(mesh, config, rows * work.length, work.length)
+    tokens, scored = work.tokens(mesh), work.scored(mesh)
+    forward = parts * _forward(mesh, config, placed, tokens, scored)
+    forward += parts * _attention(mesh, config, tokens, work.length)
     passes = 3 + config.remat
     gathered = sum(p.held * _gathered(p, mesh) * p.width for p in placed)
     state = sum(n for p in placed for n in p.bytes(parts).values())
@@ -99,7 +99,8 @@ def rollout(
     steps = waves * work.max_completion_length
     seen = work.max_prompt_length + work.max_completion_length / 2
     weights = rollout_weights(mesh, config) or sum(p.held * p.width for p in placed)
-    fed = int(prompts + steps * slots)
+    prefilled = sum(c.bytes for c in decode_collectives(mesh, config, prompts))
+    decoded = sum(c.bytes for c in decode_collectives(mesh, config, slots))
     return Roofline(
         compute=(
             prefill
@@ -110,7 +111,7 @@ def rollout(
         memory=steps
         * (weights + slots * kv_bytes(config, work.length) * seen / work.length)
         / chip.memory_bandwidth,
-        links=sum(c.bytes for c in decode_collectives(mesh, config, fed)) / chip.link_bandwidth,
+        links=(prefilled + steps * decoded) / chip.link_bandwidth,
     )
 
 
@@ -133,7 +134,7 @@ def _forward(
             continue
         used = float(p.held * _gathered(p, mesh))
         if "experts" in p.axes:
-            used *= chosen
+            used *= chosen * mesh.shape["expert"]  # for the tokens of all devices along it
         output = p.name == ("embed" if config.tie_embeddings else "output")
         if p.name == "embed" and not output:
             continue  # looked up, not multiplied

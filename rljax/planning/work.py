@@ -89,6 +89,19 @@ class Work:
         """Responses that a device has of a micro-batch."""
         return self.mini_batch_size // meshes.batch_shards(mesh) // self.parts(mesh)
 
+    def tokens(self, mesh: Mesh | AbstractMesh) -> int:
+        """Tokens that a device has of a micro-batch: a part of each of its rows."""
+        return self.rows(mesh) * -(-self.length // mesh.shape["context"])
+
+    def scored(self, mesh: Mesh | AbstractMesh) -> int:
+        """Tokens of a micro-batch for which a device forms logits.
+
+        The prompts' are spared, unless rows are split along their length.
+        """
+        if mesh.shape["context"] > 1:
+            return self.tokens(mesh)
+        return self.rows(mesh) * self.max_completion_length
+
 
 @functools.cache
 def abstract_rows(config: ModelConfig, work: Work) -> Rows:

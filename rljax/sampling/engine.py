@@ -250,14 +250,28 @@ class Engine:
             )
         return jax.jit(function, donate_argnums=(in_specs.index(_POOL),))
 
+    def _held(self, config: ModelConfig) -> Any:
+        """The specs of weights on a shard: whole, but for experts, which stay where they are."""
+        if self.mesh is None:
+            return P()
+        laid = models.shardings(config, self.mesh, meshes.ROLLOUT_RULES)
+        return jax.tree.map(
+            lambda s: P(*(axis if axis == "expert" else None for axis in s.spec)), laid
+        )
+
     @functools.cached_property
     def _prefill(self) -> Callable:
         function = functools.partial(decode.prefill, config=self.config)
-        return self._over_shards(function, (_POOL, _ROWS), _held(self._params), _POOL, *[_ROWS] * 4)
+        held = self._held(self.config)
+        return self._over_shards(function, (_POOL, _ROWS), held, _POOL, *[_ROWS] * 4)
 
     @functools.cached_property
     def _copy(self) -> Callable:
         return self._over_shards(cache.copy_pages, _POOL, _POOL, _ROWS, _ROWS)
+
+    @property
+    def _decode_config(self) -> ModelConfig:
+        return layers.apart(self.config) if self._gathered else self.config
 
     @functools.cached_property
     def _decode(self) -> dict[bool, Callable]:
@@ -265,7 +279,7 @@ class Engine:
             filtered: self._over_shards(
                 functools.partial(
                     decode.decode_chunk,
-                    config=layers.apart(self.config) if self._gathered else self.config,
+                    config=self._decode_config,
                     chunk=self.chunk,
                     filtered=filtered,
                     with_routing=self.with_routing,
@@ -274,7 +288,7 @@ class Engine:
                     top_logprobs=self.top_logprobs,
                 ),
                 (_POOL, _ROWS),
-                _held(self._decode_params),
+                self._held(self._decode_config),
                 _POOL,
                 _ROWS,
             )
@@ -293,7 +307,7 @@ class Engine:
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), tree
             )
 
-        config = layers.apart(self.config) if self._gathered else self.config
+        config = self._decode_config
         wanted = models.abstract(config, mesh=self.mesh, rules=meshes.ROLLOUT_RULES)
         params = jax.tree.map(
             lambda x, w: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=w.sharding),
@@ -744,16 +758,6 @@ _GROWTH = 4  # of the pages that a prefill call may read
 
 _POOL = P(None, meshes.BATCH_AXES)
 _ROWS = P(meshes.BATCH_AXES)
-
-
-def _held(params: models.Params) -> Any:
-    """How a shard holds weights: whole, but for experts, which stay where they are."""
-
-    def spec(x: jax.Array) -> P:
-        laid = getattr(x.sharding, "spec", P())
-        return P(*("expert" if "expert" in meshes.axes_of(P(part)) else None for part in laid))
-
-    return jax.tree.map(spec, params)
 
 
 def generate(

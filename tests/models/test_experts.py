@@ -154,13 +154,11 @@ def test_experts_on_other_devices_are_met_without_loss(arrays, monkeypatch, size
     np.testing.assert_allclose(norms, 1, rtol=1e-6)
 
 
-def test_tokens_are_sent_where_that_moves_less(monkeypatch):
-    choice = jnp.zeros((512, K), jnp.int32)
-    assert experts._cheaper_exchange(choice, 8) == "gather"  # the dense exchange of CPU
-    monkeypatch.setattr(experts, "_ragged_exchange", lambda: True)
-    assert experts._cheaper_exchange(choice, 8) == "all_to_all"
-    assert experts._cheaper_exchange(choice, K) == "gather"
-    assert experts._cheaper_exchange(choice[:64], 8) == "gather"
+def test_tokens_are_sent_where_that_moves_less():
+    assert experts.cheaper_exchange(512, K, 8, ragged=True) == "all_to_all"
+    assert experts.cheaper_exchange(512, K, 8, ragged=False) == "gather"
+    assert experts.cheaper_exchange(512, K, K, ragged=True) == "gather"
+    assert experts.cheaper_exchange(64, K, 8, ragged=True) == "gather"
 
 
 def test_the_ragged_exchange_sends_each_row_to_its_slot(monkeypatch):

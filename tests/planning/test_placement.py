@@ -1,5 +1,6 @@
 """Bytes per device against numbers worked by hand."""
 
+import dataclasses
 import math
 
 import jax
@@ -94,30 +95,50 @@ def test_totals_add_up_and_the_mesh_may_be_of_devices():
 
 
 def test_what_a_step_sends():
-    # One mini-batch of 8 rows of 32 tokens, in two micro-batches; numbers travel in 2 bytes.
+    # One mini-batch of 16 rows of 32 tokens, in two micro-batches; weights travel in 2 bytes.
     work = planning.Work(
-        prompts_per_step=4, num_generations=2, max_prompt_length=16, max_completion_length=16,
-        mini_batch_size=8, micro_batch_size=1, slots=4,
+        prompts_per_step=4, num_generations=4, max_prompt_length=16, max_completion_length=16,
+        mini_batch_size=16, micro_batch_size=1, slots=8,
     )  # fmt: skip
     layout = meshes.describe(meshes.make_abstract(16, fsdp=4, expert=2, tensor=2), CONFIG, work)
     sent = {(c.kind, c.axis): c.bytes for c in layout.collectives}
     assert layout.parts == 2
-    split = sum(r.held * 4 * r.width for r in layout.rows if "fsdp" in r.spec)
-    whole = sum(r.held * r.width for r in layout.rows if "fsdp" not in r.spec)
-    assert sent["all-gather", "fsdp"] == 2 * 2 * split * 3 // 4
-    assert sent["reduce-scatter", "fsdp"] == 2 * split * 3 // 4
-    assert sent["all-reduce", "fsdp"] == 2 * 2 * whole * 3 // 4
+    # The embedding is looked up where it lies. Gradients of experts and of the vocabulary add up
+    # in 4 bytes.
+    split = [r for r in layout.rows if "fsdp" in r.spec and r.name != "embed"]
+    wide = {r.name: 4 if {"experts", "vocab"} & set(r.axes) else r.width for r in layout.rows}
+    assert set(wide.values()) == {2, 4}
+    assert sent["all-gather", "fsdp"] == 2 * 2 * sum(r.held * 4 * r.width for r in split) * 3 // 4
+    gradients = sum(r.held * 4 * wide[r.name] for r in split)
+    assert sent["reduce-scatter", "fsdp"] == 2 * gradients * 3 // 4
+    for axis, ring in {"fsdp": 2 * 3 / 4, "expert": 2 / 2}.items():
+        whole = sum(r.held * wide[r.name] for r in layout.rows if axis not in r.spec)
+        assert sent["all-reduce", axis] == 2 * ring * whole
     # 2 micro-batches × (forward, backward) × 1 row of 32 tokens × 16 numbers of 2 bytes; a ring
-    # over two devices sends each byte once.
+    # over two devices sends each byte once, and one over four three quarters.
     states = 2 * 2 * 32 * 16 * 2
-    assert sent["all-reduce", "expert"] == 2 * states
+    assert sent["all-to-all", "fsdp"] == states * 3 // 4
+    # Each device hears of the other's tokens, and answers in 4 bytes.
+    assert sent["all-gather", "expert"] == 2 * states
+    assert sent["reduce-scatter", "expert"] == 2 * 2 * states
     assert sent["all-reduce", "tensor"] == 5 * states
     assert all(c.why for c in layout.collectives)
+    # A token may travel to 2 of 4 devices instead, there and back.
+    config = dataclasses.replace(CONFIG, expert_exchange="all_to_all")
+    layout = meshes.describe(meshes.make_abstract(8, expert=4, context=2), config, work)
+    sent = {(c.kind, c.axis): c.bytes for c in layout.collectives}
+    assert layout.parts == 4
+    passes = 4 * 2 * 16 * 16 * 2  # as above, of half a row
+    assert sent["all-to-all", "expert"] == 2 * 2 * (1 + 2) * passes * 3 // 4
+    # 2 layers × keys and values × 2 heads × 4 numbers of 32 tokens.
+    numbers = 4 * 2 * 2 * 2 * 4 * 32
+    assert sent["all-gather", "context"] == 2 * numbers // 2
+    assert sent["reduce-scatter", "context"] == 4 * numbers // 2
     # Replicas add up all their gradients.
     replicas = meshes.describe(meshes.make_abstract(2, data=2), CONFIG)
     (only,) = replicas.collectives
     assert (only.kind, only.axis) == ("all-reduce", "data")
-    assert only.bytes == sum(r.held * r.width for r in replicas.rows)
+    assert only.bytes == sum(r.held * wide[r.name] for r in replicas.rows)
 
 
 def test_a_layout_shows_itself():
@@ -134,9 +155,9 @@ def test_a_layout_shows_itself():
         (
             {"tensor": 8},
             "attention/k: axis 'kv_heads' of size 2 does not divide over mesh axis tensor=8; the "
-            "nearest sizes that do are 2 and 2",
+            "nearest that divide it: tensor=2$",
         ),
-        ({"expert": 8}, "feed_forward/down: axis 'experts' of size 4 .* nearest .* are 4 and 4"),
+        ({"expert": 8}, "feed_forward/down: axis 'experts' of size 4 .* divide it: expert=4$"),
     ],
 )
 def test_what_does_not_divide_is_refused(sizes, message):

@@ -82,7 +82,7 @@ def test_memory_by_hand():
     # 2 layers × k and v × 4 tokens a page ... : pages hold twice the slots at full length.
     tokens = 2 * 4 * 8 * 8
     assert memory.kv_bytes(CONFIG, tokens) == tokens * 2 * 2 * 2 * 4 * 2
-    assert plan.update["KV pool"] == plan.rollout["KV pool"] == tokens * 64 // 2
+    assert plan.update["KV pool"] == plan.rollout["KV pool"] == tokens * 64 // 4
     # 1 row of 32 tokens a device and micro-batch.
     assert plan.update["inputs of layers, kept for the backward pass"] == 2 * 32 * 16 * 2
     assert plan.update["attention scores"] == 4 * 4 * 4 * 32 * 32 // 2
@@ -91,7 +91,7 @@ def test_memory_by_hand():
     assert plan.rollout["sampler's weights"] == sampler
     kept = plan.layout.totals["master weights"] + plan.layout.totals["optimizer moments"]
     # 11 numbers of 4 bytes and 2 truths of each token, and the 2 experts of 2 layers.
-    rows = 8 // 2 * 32 * (4 * 11 + 2 + 2 * 2 * 4)
+    rows = 8 // 4 * 32 * (4 * 11 + 2 + 2 * 2 * 4)
     assert plan.update["rows of a mini-batch"] == rows
     assert plan.arguments == {"train": kept + rows, "decode": sampler + plan.rollout["KV pool"]}
     # In float32 and without fsdp the sampler uses the trainer's very buffers.
@@ -192,9 +192,9 @@ def test_the_command_prints_a_plan(monkeypatch, capsys):
         ("--mesh=fsdp=2,tensor=512", "embed: axis 'vocab' of size 129280 does not divide over"),
         (
             "--mesh=data=1024 --mini_batch_size=32",
-            "32 responses of an update do not divide over data×fsdp = 1024",
+            "32 responses of an update do not divide over data×fsdp×expert = 1024",
         ),
-        ("--mesh=data=1024 --slots=1", "do not divide over data×fsdp = 1024"),
+        ("--mesh=data=1024 --slots=1", "do not divide over data×fsdp×expert = 1024"),
         ("--dtype=int8", "dtype"),
     ],
 )
