@@ -34,6 +34,10 @@ class Flags:
     """Recompute each layer's activations in the backward pass."""
     expert_exchange: Literal["gather", "all_to_all"] | None = None
     """How tokens meet experts of other devices; unset: as moves less."""
+    train_rules: str = ""
+    """Changes to how weights lie on the mesh in the update, as logical axis=mesh axes."""
+    rollout_rules: str = ""
+    """Changes to how they do while sampling, such as experts=fsdp+expert."""
     layout: bool = False
     """Print every parameter with its shard too."""
     search: bool = False
@@ -69,13 +73,16 @@ def main() -> int:
             expert_exchange=flags.expert_exchange,
         )
         topology = planning.Topology.parse(flags.topology)
+        rules = (
+            meshes.read_rules(flags.train_rules, meshes.TRAIN_RULES),
+            meshes.read_rules(flags.rollout_rules, meshes.ROLLOUT_RULES),
+        )
         if flags.search:
-            print(planning.ranking(planning.search(config, topology, work)))
+            print(planning.ranking(planning.search(config, topology, work, *rules)))
             return 0
         sizes = meshes.read_flags(flags.mesh, topology.num_chips)
-        planned = planning.plan(
-            config, topology, meshes.make_abstract(topology.num_chips, **sizes), work
-        )
+        abstract = meshes.make_abstract(topology.num_chips, **sizes)
+        planned = planning.plan(config, topology, abstract, work, *rules)
         if flags.layout:
             print(f"{planned.layout}\n")
         print(planned, flush=True)
@@ -83,8 +90,8 @@ def main() -> int:
             from rljax.planning.compile import Compared, compile_decode, compile_update
 
             mesh = meshes.make(devices=topology.devices(), **sizes)
-            for program in (compile_update, compile_decode):
-                print(f"\n{Compared(planned, program(config, mesh, work))}", flush=True)
+            for program, laid in zip((compile_update, compile_decode), rules, strict=True):
+                print(f"\n{Compared(planned, program(config, mesh, work, laid))}", flush=True)
     except ValueError as error:
         return fail(error)
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -26,8 +26,9 @@ BATCH_AXES = ("data", "fsdp", "expert")
 """The mesh axes over which rows of a batch and slots of the sampler are split. The expert axis is
 one of them, so that no device is idle outside the experts; inside them tokens are exchanged."""
 
-Rules = Mapping[str, str | None]
-"""Logical axis of a weight -> the mesh axis that splits it (None: not split)."""
+Rules = Mapping[str, str | tuple[str, ...] | None]
+"""Logical axis of a weight -> the mesh axis that splits it, or several of them, which then do so in
+the order of `AXES` (None: not split)."""
 
 Names = str | Sequence[str] | None
 """The mesh axes that are to split one dimension of an activation."""
@@ -45,7 +46,10 @@ TRAIN_RULES: Rules = {
 """Weights, gradients and optimizer state while training."""
 
 ROLLOUT_RULES: Rules = {**TRAIN_RULES, "embed": None}
-"""Weights while sampling: whole on every data and fsdp shard, so that decoding gathers nothing."""
+"""Weights while sampling: whole on every data and fsdp shard, so that decoding gathers nothing.
+
+Where experts are too large for that, `experts` may name more axes, such as `("fsdp", "expert")`:
+each device then holds fewer of them, and tokens travel further."""
 
 
 # On several virtual CPU devices set JAX_CPU_ENABLE_ASYNC_DISPATCH=false before jax starts: two
@@ -134,6 +138,31 @@ def read_flags(text: str, num_devices: int) -> dict[str, int]:
     return sizes
 
 
+def read_rules(text: str, rules: Rules) -> Rules:
+    """A rule table with the changes of a flag such as `'experts=fsdp+expert,vocab='`.
+
+    Raises:
+      ValueError: The text cannot be read, or a name in it is unknown.
+    """
+    changed = dict(rules)
+    for part in filter(None, text.replace(" ", "").split(",")):
+        logical, equals, targets = part.partition("=")
+        if not equals or logical not in rules:
+            raise ValueError(
+                f"rules flag {text!r}: {part!r} is not logical axis=mesh axes; write "
+                f"experts=fsdp+expert; the logical axes are {', '.join(rules)}"
+            )
+        axes = tuple(filter(None, targets.split("+")))
+        unknown = [axis for axis in axes if axis not in AXES]
+        if unknown:
+            raise ValueError(
+                f"rules flag {text!r}: mesh axis {unknown[0]!r} is unknown; the axes are "
+                f"{', '.join(AXES)}"
+            )
+        changed[logical] = axes or None
+    return changed
+
+
 def sharding(
     mesh: Mesh | AbstractMesh,
     shape: Sequence[int],
@@ -147,41 +176,43 @@ def sharding(
       mesh: A mesh with the axes of `AXES`; of devices or abstract.
       shape: The weight's shape.
       axes: One logical axis for each dimension (None: never split).
-      rules: Logical axis -> mesh axis.
+      rules: Logical axis -> mesh axes.
       name: What to call the weight in a refusal.
 
     Raises:
       ValueError: A logical axis has no rule, a mesh axis is unknown or would be used twice, or a
         size does not divide.
     """
-    spec: list[str | None] = []
+    spec: list[str | tuple[str, ...] | None] = []
     for size, logical in zip(shape, axes, strict=True):
         if logical is not None and logical not in rules:
             raise ValueError(f"{name}: logical axis {logical!r} has no rule; add it to the table")
         target = rules[logical] if logical is not None else None
-        if target is not None and target not in mesh.shape:
-            raise ValueError(
-                f"{name}: logical axis {logical!r} is mapped to mesh axis {target!r} which is "
-                f"unknown; the axes are {', '.join(mesh.axis_names)}"
-            )
-        ways = mesh.shape[target] if target is not None else 1
-        if ways == 1:
-            spec.append(None)
-            continue
-        if target in spec:
-            raise ValueError(
-                f"{name}: mesh axis {target!r} would split two dimensions of {tuple(shape)} "
-                f"(axes {tuple(axes)}); map one of them to another mesh axis or to None"
-            )
+        targets = (target,) if isinstance(target, str) else target or ()
+        for axis in targets:
+            if axis not in mesh.shape:
+                raise ValueError(
+                    f"{name}: logical axis {logical!r} is mapped to mesh axis {axis!r} which is "
+                    f"unknown; the axes are {', '.join(mesh.axis_names)}"
+                )
+        used = tuple(axis for axis in AXES if axis in targets and mesh.shape[axis] > 1)
+        for axis in used:
+            if axis in axes_of(P(*spec)):
+                raise ValueError(
+                    f"{name}: mesh axis {axis!r} would split two dimensions of {tuple(shape)} "
+                    f"(axes {tuple(axes)}); map one of them to another mesh axis or to None"
+                )
+        ways = math.prod(mesh.shape[axis] for axis in used)
         if size % ways:
+            over = "×".join(used)
             fits = [n for n in range(1, size + 1) if size % n == 0]
             below, above = [n for n in fits if n < ways][-1:], [n for n in fits if n > ways][:1]
-            near = " and ".join(f"{target}={n}" for n in below + above)
+            near = " and ".join(f"{over}={n}" for n in below + above)
             raise ValueError(
                 f"{name}: axis {logical!r} of size {size} does not divide over mesh axis "
-                f"{target}={ways}; the nearest that divide it: {near}"
+                f"{over}={ways}; the nearest that divide it: {near}"
             )
-        spec.append(target)
+        spec.append(used if len(used) > 1 else used[0] if used else None)
     return NamedSharding(mesh, P(*spec))
 
 
@@ -230,7 +261,7 @@ def fit(shape: Sequence[int], *names: Names) -> P:
     return P(*spec)
 
 
-def axes_of(spec: P) -> tuple[str, ...]:
+def axes_of(spec: Iterable[Names]) -> tuple[str, ...]:
     """The mesh axes that a spec names."""
     return tuple(a for part in spec for a in ((part,) if isinstance(part, str) else part or ()))
 
@@ -263,17 +294,23 @@ def map_shards(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> C
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=axes)
 
 
+def vary_over(tree: Any) -> tuple[str, ...]:
+    """Along which mesh axes any array of a tree may differ inside `shard_map`."""
+    return tuple(a for a in AXES if any(varies(x, a) for x in jax.tree.leaves(tree)))
+
+
 def varies(x: Any, axis: str) -> bool:
     """Whether an array inside `shard_map` may differ along a mesh axis."""
     return axis in jax.typeof(x).manual_axis_type.varying
 
 
-def true_anywhere(x: jax.Array, axis: str) -> jax.Array:
-    """Whether a bool is true on any device along a mesh axis, inside `shard_map` or not.
+def true_anywhere(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Whether a bool is true on any device along mesh axes, inside `shard_map` or not.
 
     Devices that exchange tokens must agree on when a loop ends.
     """
-    return jax.lax.psum(x.astype(jnp.int32), axis) > 0 if varies(x, axis) else x
+    axes = tuple(axis for axis in axes if varies(x, axis))
+    return jax.lax.psum(x.astype(jnp.int32), axes) > 0 if axes else x
 
 
 def vary_alike(tree: Any) -> Any:
@@ -281,7 +318,7 @@ def vary_alike(tree: Any) -> Any:
 
     Backwards the gradients of the copies add up in float32.
     """
-    axes = [a for a in AXES if any(varies(x, a) for x in jax.tree.leaves(tree))]
+    axes = vary_over(tree)
 
     def cast(x: jax.Array) -> jax.Array:
         missing = tuple(a for a in axes if not varies(x, a))
@@ -310,23 +347,27 @@ _vary.defvjp(_vary_forward, _vary_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather(x: jax.Array, axis: str, dimension: int = 0) -> jax.Array:
-    """The parts of all devices along a mesh axis, one behind the other, inside `shard_map`.
+def gather(x: jax.Array, axes: str | tuple[str, ...], dimension: int = 0) -> jax.Array:
+    """The parts of all devices along mesh axes, one behind the other, inside `shard_map`.
 
     Backwards the gradients of the copies add up in float32.
     """
-    return jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
+    return jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
 
 
-def _gather_forward(x: jax.Array, axis: str, dimension: int) -> tuple[jax.Array, None]:
-    return gather(x, axis, dimension), None
+def _gather_forward(
+    x: jax.Array, axes: str | tuple[str, ...], dimension: int
+) -> tuple[jax.Array, None]:
+    return gather(x, axes, dimension), None
 
 
-def _gather_backward(axis: str, dimension: int, _: None, g: jax.Array) -> tuple[jax.Array]:
+def _gather_backward(
+    axes: str | tuple[str, ...], dimension: int, _: None, g: jax.Array
+) -> tuple[jax.Array]:
     if g.dtype == jax.dtypes.float0:
         return (g,)
     total = jax.lax.psum_scatter(
-        g.astype(jnp.float32), axis, scatter_dimension=dimension, tiled=True
+        g.astype(jnp.float32), axes, scatter_dimension=dimension, tiled=True
     )
     return (total.astype(g.dtype),)
 

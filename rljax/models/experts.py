@@ -198,29 +198,33 @@ def parallel_experts(
     x: Float[Array, "N D"],
     chosen: Int[Array, "N k"],
     weights: Float[Array, "N k"],
+    spread: tuple[str, ...],
     activation: Literal["silu", "clamped"] = "silu",
     exchange: Exchange | None = None,
 ) -> Float[Array, "N D"]:
     """`experts` inside `shard_map`, where devices hold different experts, or slices of them.
 
-    What the weights vary over tells which: over `expert`, they are different experts; over
-    `tensor`, slices of their inner size. Every token meets all of its experts, however many others
-    want the same. Devices add up in float32.
+    Every token meets all of its experts, however many others want the same. Devices add up in
+    float32.
 
     Args:
-      params: As for `experts`, this device's.
+      params: As for `experts`, this device's: where they vary over `tensor`, slices of the inner
+        size.
       x: This device's tokens.
       chosen: Their experts, numbered over all devices.
       weights: As for `experts`.
-      activation: Likewise.
+      spread: The mesh axes along which devices have different experts.
+      activation: As for `experts`.
       exchange: How tokens meet experts of other devices, with equal results. `gather` shows all
         tokens to all devices and adds up what each has to say. `all_to_all` sends a token to the
         devices that have one of its experts, and back. None: the one that moves less.
     """
     (n, k), here = chosen.shape, params["gate"].shape[0]
-    sliced, spread = (varies(params["gate"], axis) for axis in ("tensor", "expert"))
-    devices = jax.lax.axis_size("expert") if spread else 1
-    first = jax.lax.axis_index("expert") * here if spread else 0
+    sliced = varies(params["gate"], "tensor")
+    devices = jax.lax.axis_size(spread) if spread else 1
+    # Along the others of them, all devices have the same tokens.
+    shown = tuple(axis for axis in spread if varies(x, axis))
+    first = jax.lax.axis_index(spread) * here if spread else 0
     exchange = exchange or cheaper_exchange(n, k, devices, _ragged_exchange())
     if sliced and "down_bias" in params:  # the sum over slices is to hold it once
         params, once = vary_alike((params, jax.lax.axis_index("tensor") == 0))
@@ -234,15 +238,14 @@ def parallel_experts(
         out = experts(mine, x, local, weights, activation=activation, devices=devices)
         return out.astype(jnp.float32)
 
-    if not spread:
-        out = compute(x, chosen, weights)
-    elif not varies(x, "expert"):
-        out = jax.lax.psum(compute(x, chosen, weights), "expert")
-    elif exchange == "gather":
-        out = compute(gather(x, "expert"), gather(chosen, "expert"), gather(weights, "expert"))
-        out = jax.lax.psum_scatter(out, "expert", tiled=True)
+    if exchange == "all_to_all" and spread and shown == spread:
+        out = _sent_around(compute, x, chosen, weights, chosen // here, spread)
     else:
-        out = _sent_around(compute, x, chosen, weights, chosen // here, devices)
+        seen = (gather(a, shown) if shown else a for a in (x, chosen, weights))
+        out = compute(*seen)
+        summed = tuple(axis for axis in spread if axis not in shown)
+        out = jax.lax.psum(out, summed) if summed else out
+        out = jax.lax.psum_scatter(out, shown, tiled=True) if shown else out
     return (jax.lax.psum(out, "tensor") if sliced else out).astype(x.dtype)
 
 
@@ -273,16 +276,16 @@ def _sent_around(
     chosen: Array,
     weights: Array,
     owner: Array,
-    devices: int,
+    axes: tuple[str, ...],
 ) -> Array:
     """Sends each token to the devices that own one of its experts, and adds up what they answer.
 
     There is room for all tokens on each way, so that none is ever dropped.
     """
-    n = chosen.shape[0]
+    n, devices = chosen.shape[0], jax.lax.axis_size(axes)
     goes = (owner[None] == jnp.arange(devices)[:, None, None]).any(-1)  # [devices, n]
     count = goes.sum(1).astype(jnp.int32)
-    awaited = jax.lax.all_to_all(count, "expert", 0, 0, tiled=True)
+    awaited = jax.lax.all_to_all(count, axes, 0, 0, tiled=True)
     # Slot [d, i] holds the i-th token that goes to device d.
     token = jnp.argsort(~goes, axis=1, stable=True)
     device, filled = jnp.arange(devices)[:, None], jnp.arange(n) < count[:, None]
@@ -291,39 +294,43 @@ def _sent_around(
     slot = jnp.where(goes, device * n + jnp.cumsum(goes, axis=1) - 1, devices * n).T
 
     def send(a: Array) -> Array:
-        return _swap(_gather_rows(a, index, slot), count, awaited)
+        return _swap(_gather_rows(a, index, slot), count, awaited, axes)
 
     # Counted from 1, so that empty slots have no expert.
-    numbers = _swap(_rows_at(chosen + 1, index), count, awaited) - 1
-    answers = _swap(compute(send(x), numbers, send(weights)), awaited, count)
+    numbers = _swap(_rows_at(chosen + 1, index), count, awaited, axes) - 1
+    answers = _swap(compute(send(x), numbers, send(weights)), awaited, count, axes)
     mine = _pick_rows(answers, slot.reshape(-1), reader)
     return mine.reshape(n, devices, -1).sum(1)
 
 
-@jax.custom_vjp
-def _swap(rows: Array, sent: Array, awaited: Array) -> Array:
-    """Trades slots [devices · n, ...] over `expert`: the first `sent[d]` of block d go to device d.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _swap(rows: Array, sent: Array, awaited: Array, axes: tuple[str, ...]) -> Array:
+    """Trades slots [devices · n, ...]: the first `sent[d]` of block d go to device d along `axes`.
 
     Block d of the result is what came from device d, `awaited[d]` rows and then zeros.
     """
     devices = sent.shape[0]
     if not _ragged_exchange():
-        return jax.lax.all_to_all(rows, "expert", 0, 0, tiled=True)
+        return jax.lax.all_to_all(rows, axes, 0, 0, tiled=True)
     n = rows.shape[0] // devices
     starts = jnp.arange(devices, dtype=jnp.int32) * n
-    into = jnp.full_like(sent, jax.lax.axis_index("expert") * n)
+    into = jnp.full_like(sent, jax.lax.axis_index(axes) * n)
     return jax.lax.ragged_all_to_all(
-        rows, jnp.zeros_like(rows), starts, sent, into, awaited, axis_name="expert"
+        rows, jnp.zeros_like(rows), starts, sent, into, awaited, axis_name=axes
     )
 
 
-def _swap_forward(rows: Array, sent: Array, awaited: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _swap(rows, sent, awaited), (sent, awaited)
+def _swap_forward(
+    rows: Array, sent: Array, awaited: Array, axes: tuple[str, ...]
+) -> tuple[Array, tuple[Array, Array]]:
+    return _swap(rows, sent, awaited, axes), (sent, awaited)
 
 
-def _swap_backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, None, None]:
+def _swap_backward(
+    axes: tuple[str, ...], saved: tuple[Array, Array], g: Array
+) -> tuple[Array, None, None]:
     sent, awaited = saved
-    return _swap(g, awaited, sent), None, None
+    return _swap(g, awaited, sent, axes), None, None
 
 
 _swap.defvjp(_swap_forward, _swap_backward)

@@ -22,6 +22,7 @@ from rljax.mesh import (
     split,
     varies,
     vary_alike,
+    vary_over,
 )
 from rljax.models import experts as moe
 from rljax.models.balance import balance_loss
@@ -345,14 +346,15 @@ def _shared(p: Params, x: Array, c: Experts) -> Array:
 
 
 _EXPERT_AXES = {
-    "gate": ("expert", None, "tensor"),
-    "up": ("expert", None, "tensor"),
-    "down": ("expert", "tensor"),
+    "gate": ("expert", "fsdp", "tensor"),
+    "up": ("expert", "fsdp", "tensor"),
+    "down": ("expert", "tensor", "fsdp"),
     "gate_bias": ("expert", "tensor"),
     "up_bias": ("expert", "tensor"),
     "down_bias": ("expert",),
 }
-"""The mesh axes that split the parameters of experts inside `shard_map`; the router is whole."""
+"""The mesh axes that split the parameters of experts as they come into `shard_map`, where parts over
+`fsdp` are gathered; the router is whole."""
 
 
 def _mixture(
@@ -371,13 +373,17 @@ def _mixture(
         p: Params, x: Array, counted: Array, replay: Array | None, load: Array | None
     ) -> tuple[Array, dict[str, Array]]:
         """Each device routes its own tokens; what the routers did is added up."""
+        # Gathered here, so that backwards each device is given its part of the gradients' sum.
+        p = {n: gather(w, "fsdp", parted[n]) if n in parted else w for n, w in p.items()}
         b, t, width = x.shape
         flat = x.reshape(b * t, width)
         old = None if replay is None else replay.reshape(b * t, c.top_k)
         probs, own, used, weights = moe.route(
             p["router"], flat, c, old, p.get("router_bias"), p.get("correction")
         )
-        out = moe.parallel_experts(p, flat, used, weights, c.activation, config.expert_exchange)
+        out = moe.parallel_experts(
+            p, flat, used, weights, spread, c.activation, config.expert_exchange
+        )
         live = counted.reshape(-1).astype(jnp.float32)
         one_hot = jax.nn.one_hot(used, c.num_experts, dtype=jnp.float32).sum(1)
         entropy = -jnp.sum(probs * jnp.log(jnp.maximum(probs, 1e-30)), axis=-1)
@@ -401,7 +407,21 @@ def _mixture(
         for name, w in p.items()
         if not name.startswith("shared")
     }
-    specs = {name: fit(w.shape, *_EXPERT_AXES.get(name, ())) for name, w in p_routed.items()}
+
+    def laid(name: str, w: Array) -> P:
+        names = _EXPERT_AXES.get(name, ())
+        # Devices with the same tokens each need the whole sum themselves.
+        return fit(w.shape, *(None if n == "fsdp" and n not in axes else n for n in names))
+
+    specs = {name: laid(name, w) for name, w in p_routed.items()}
+    parted = {
+        name: d
+        for name, spec in specs.items()
+        for d, part in enumerate(spec)
+        if axes_of([part]) == ("fsdp",)
+    }
+    # While sampling, a device has its experts already.
+    spread = vary_over(p["gate"]) + axes_of(specs["gate"][:1])
     stats_specs = {"experts": rows, "load": P(), "entropy": P(), "flips": P()}
     if load is not None:
         stats_specs["auxiliary"] = rows

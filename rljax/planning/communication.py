@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from jax.sharding import AbstractMesh, Mesh
@@ -64,9 +65,9 @@ def update_collectives(
         ways = sizes[axis]
         if ways == 1:
             continue
-        whole = sum(p.held * _gradient_width(p) for p in placed if axis not in p.spec)
+        whole = sum(p.held * _gradient_width(p) for p in placed if axis not in p.over)
         # Of an embedding that is not multiplied by, each device looks its part up for all.
-        split = [p for p in placed if axis in p.spec and p.name != looked_up]
+        split = [p for p in placed if axis in p.over and p.name != looked_up]
         if axis == "fsdp" and split:
             weights = ways * sum(p.held * p.width for p in split)
             gradients = ways * sum(p.held * _gradient_width(p) for p in split)
@@ -104,10 +105,11 @@ def update_collectives(
 
 
 def decode_collectives(
-    mesh: Mesh | AbstractMesh, config: ModelConfig, tokens: float
+    mesh: Mesh | AbstractMesh, config: ModelConfig, tokens: float, rules: meshes.Rules
 ) -> Iterator[Collective]:
     """What the sampler communicates to run `tokens` a device, such as one for each of its slots."""
-    yield from _activations(mesh.shape, config, tokens, passes=1)
+    spread = meshes.axes_of([rules["experts"]])
+    yield from _activations(mesh.shape, config, tokens, passes=1, spread=spread)
 
 
 def hidden_bytes(config: ModelConfig, tokens: float) -> int:
@@ -150,12 +152,27 @@ def _keys_and_values(c: Attention | LatentAttention) -> int:
 
 
 def _activations(
-    sizes: Mapping[str, int], config: ModelConfig, tokens: float, passes: int, recomputed: int = 0
+    sizes: Mapping[str, int],
+    config: ModelConfig,
+    tokens: float,
+    passes: int,
+    recomputed: int = 0,
+    spread: Sequence[str] = ("expert",),
 ) -> Iterator[Collective]:
-    """Hidden states of a device's tokens, sent `passes` times through each layer's halves."""
-    expert, tensor = sizes["expert"], sizes["tensor"]
-    if expert > 1 and config.num_experts:
-        yield from _met_experts(config, tokens, expert, passes, passes - recomputed)
+    """Hidden states of a device's tokens, sent `passes` times through each layer's halves.
+
+    Experts are spread over the axes `spread`.
+    """
+    tensor, axes = sizes["tensor"], [a for a in spread if a != "tensor" and sizes[a] > 1]
+    if axes and config.num_experts:
+        yield from _met_experts(
+            config,
+            tokens,
+            math.prod(sizes[a] for a in axes),
+            "×".join(axes),
+            passes,
+            passes - recomputed,
+        )
     if tensor > 1:
         whole = passes * hidden_bytes(config, tokens) * (2 * config.num_layers + 1)
         yield Collective(
@@ -167,7 +184,7 @@ def _activations(
 
 
 def _met_experts(
-    config: ModelConfig, tokens: float, devices: int, passes: int, answers: int
+    config: ModelConfig, tokens: float, devices: int, axis: str, passes: int, answers: int
 ) -> Iterator[Collective]:
     """Tokens to experts of other devices, and in float32 the answers, which are not recomputed."""
     layers = len(config.mixture_layers)
@@ -177,13 +194,13 @@ def _met_experts(
     if way == "gather":
         yield Collective(
             "all-gather",
-            "expert",
+            axis,
             int(ring("all-gather", sent * devices, devices)),
             "tokens, shown to the experts of all devices",
         )
         yield Collective(
             "reduce-scatter",
-            "expert",
+            axis,
             int(ring("reduce-scatter", answered * devices, devices)),
             "outputs of experts, added up over the devices that hold a token's experts",
         )
@@ -191,7 +208,7 @@ def _met_experts(
         copies = min(config.top_k, devices)
         yield Collective(
             "all-to-all",
-            "expert",
+            axis,
             int(ring("all-to-all", copies * (sent + answered), devices)),
             "tokens to the devices that hold their experts, and outputs back, at the most",
         )

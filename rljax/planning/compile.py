@@ -60,13 +60,16 @@ class Compiled:
         return self.arguments + self.temporaries + self.outputs - self.aliases
 
 
-def compile_update(config: ModelConfig, mesh: Mesh, work: Work) -> Compiled:
+def compile_update(
+    config: ModelConfig, mesh: Mesh, work: Work, rules: meshes.Rules = meshes.TRAIN_RULES
+) -> Compiled:
     """Compiles the optimizer step of `rljax.training.update` (GSPO, AdamW) for a mesh.
 
     Args:
       config: The model.
       mesh: Of devices at hand or described ones.
       work: The sizes of a step.
+      rules: How weights lie on the mesh: logical axis -> mesh axes.
 
     Raises:
       ValueError: The compiler finds that it does not fit, or the batch does not divide.
@@ -81,7 +84,7 @@ def compile_update(config: ModelConfig, mesh: Mesh, work: Work) -> Compiled:
         parts=work.parts(mesh),
         replay=config.top_k > 0,
     )
-    state = states.abstract(config, optimizer, OBJECTIVE, mesh)
+    state = states.abstract(config, optimizer, OBJECTIVE, mesh, rules=rules)
     layout = meshes.batch_sharding(mesh)
     rows = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
@@ -93,7 +96,9 @@ def compile_update(config: ModelConfig, mesh: Mesh, work: Work) -> Compiled:
     return _compile("train", lowered, mesh, started)
 
 
-def compile_decode(config: ModelConfig, mesh: Mesh, work: Work) -> Compiled:
+def compile_decode(
+    config: ModelConfig, mesh: Mesh, work: Work, rules: meshes.Rules = meshes.ROLLOUT_RULES
+) -> Compiled:
     """Compiles a chunk of the sampler's decode steps; arguments and refusals as above."""
     engine = Engine(
         config,
@@ -104,6 +109,7 @@ def compile_decode(config: ModelConfig, mesh: Mesh, work: Work) -> Compiled:
         max_length=work.length,
         chunk=work.decode_chunk,
         with_routing=config.top_k > 0,
+        rules=rules,
     )
     started = time.perf_counter()
     with jax.set_mesh(mesh):

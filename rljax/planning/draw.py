@@ -70,13 +70,14 @@ def draw(
 
 
 def _dimension(weight: Placed, d: int) -> str:
-    over = f" over {weight.spec[d]}" if weight.spec[d] else ""
+    axes = "×".join(meshes.axes_of(weight.spec[d : d + 1]))
+    over = f" over {axes}" if axes else ""
     return f"{weight.axes[d] or 'dimension'} {weight.shape[d]}{over}"
 
 
 def _shard_numbers(mesh: Mesh | AbstractMesh, weight: Placed, used: list[str]) -> np.ndarray:
     """Which shard each device holds, as a grid of devices."""
-    split = [axis for axis in weight.spec if axis]
+    split = weight.over
     sizes = [mesh.shape[axis] for axis in used]
     found = [
         sum(

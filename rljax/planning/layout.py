@@ -54,7 +54,7 @@ class Layout(Tables):
                         row.name,
                         "×".join(map(str, row.shape)),
                         ", ".join(a or "·" for a in row.axes),
-                        ", ".join(a or "·" for a in row.spec),
+                        ", ".join("×".join(meshes.axes_of([a])) or "·" for a in row.spec),
                         "×".join(map(str, row.shard)),
                         size(sum(row.bytes(self.parts).values())),
                     )

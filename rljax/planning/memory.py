@@ -14,7 +14,7 @@ from rljax.models import Block, Experts, ModelConfig
 from rljax.planning.communication import hidden_bytes
 from rljax.planning.placement import Placed, compute_width, place
 from rljax.planning.work import Work
-from rljax.sampling.cache import make_pool
+from rljax.sampling.cache import make_pool, pool_sharding
 
 _CHUNK = 1024  # tokens of a micro-batch whose logits are held at a time
 
@@ -65,16 +65,24 @@ def _largest_layer(mesh: Mesh | AbstractMesh, placed: Sequence[Placed]) -> int:
     for p in placed:
         if p.name.startswith("stacks/"):
             layer = "/".join(p.name.split("/")[:3])
-            ways = mesh.shape["fsdp"] if "fsdp" in p.spec else 1
+            ways = mesh.shape["fsdp"] if "fsdp" in p.over else 1
             layers[layer] = layers.get(layer, 0) + p.held * ways * p.width // p.shape[0]
     return max(layers.values())
 
 
-def rollout_weights(mesh: Mesh | AbstractMesh, config: ModelConfig) -> int:
-    """Bytes of the sampler's weights: 0 where it samples with the trainer's very buffers."""
-    sampler = place(mesh, config, meshes.ROLLOUT_RULES)
-    trainer = place(mesh, config)
-    if all(s.spec == t.spec and s.width == 4 for s, t in zip(sampler, trainer, strict=True)):
+def rollout_weights(
+    placed: Sequence[Placed], mesh: Mesh | AbstractMesh, config: ModelConfig, rules: meshes.Rules
+) -> int:
+    """Bytes of the sampler's weights: 0 where it samples with the trainer's very buffers.
+
+    Args:
+      placed: The trainer's parameters on the mesh.
+      mesh: The mesh.
+      config: The model.
+      rules: How the sampler lays them over it.
+    """
+    sampler = place(mesh, config, rules)
+    if all(s.spec == t.spec and s.width == 4 for s, t in zip(sampler, placed, strict=True)):
         return 0
     return sum(p.held * p.width for p in sampler)
 
@@ -90,7 +98,9 @@ def kv_pool(mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work) -> int:
         raise ValueError(
             f"num_pages={work.pages} do not divide over data×fsdp×expert = {shards}; use a multiple"
         )
-    return kv_bytes(config, work.pages * work.page_size) // shards
+    pool = jax.eval_shape(functools.partial(make_pool, config, work.pages, work.page_size))
+    layout = pool_sharding(config, mesh)
+    return sum(math.prod(layout.shard_shape(x.shape)) * x.dtype.itemsize for x in pool.values())
 
 
 def kv_bytes(config: ModelConfig, tokens: int) -> int:

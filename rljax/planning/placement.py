@@ -24,7 +24,7 @@ class Placed:
       name: Its place in the tree, such as `stacks/0/0/attention/q`.
       shape: Its global shape.
       axes: Its logical axes.
-      spec: The mesh axis that splits each dimension; None: none does.
+      spec: The mesh axis that splits each dimension, or several; None: none does.
       shard: The shape that a device holds.
       width: Bytes of one of its numbers in the dtype it is computed with.
     """
@@ -32,9 +32,14 @@ class Placed:
     name: str
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    spec: tuple[str | None, ...]
+    spec: tuple[str | tuple[str, ...] | None, ...]
     shard: tuple[int, ...]
     width: int
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The mesh axes that split it."""
+        return meshes.axes_of(self.spec)
 
     @property
     def held(self) -> int:

@@ -110,7 +110,14 @@ class Plan(Tables):
         ]
 
 
-def plan(config: ModelConfig, topology: Topology, mesh: Mesh | AbstractMesh, work: Work) -> Plan:
+def plan(
+    config: ModelConfig,
+    topology: Topology,
+    mesh: Mesh | AbstractMesh,
+    work: Work,
+    train_rules: meshes.Rules = meshes.TRAIN_RULES,
+    rollout_rules: meshes.Rules = meshes.ROLLOUT_RULES,
+) -> Plan:
     """Plans the training of a model; nothing is allocated.
 
     Args:
@@ -118,24 +125,30 @@ def plan(config: ModelConfig, topology: Topology, mesh: Mesh | AbstractMesh, wor
       topology: The machine.
       mesh: Its chips as a mesh, which may be abstract.
       work: The sizes of a step.
+      train_rules: How weights lie on the mesh in the update: logical axis -> mesh axes.
+      rollout_rules: How they do while sampling.
 
     Raises:
       ValueError: Parameters, batch, slots or pages do not divide over the mesh.
     """
-    layout = describe(mesh, config, work)
+    layout = describe(mesh, config, work, train_rules)
     placed, totals = layout.rows, layout.totals
     kept = {kind: totals[kind] for kind in KEPT}
     rows = rows_bytes(config, work) // meshes.batch_shards(mesh)
     pool = {"KV pool": memory.kv_pool(mesh, config, work)}
+    sampler = memory.rollout_weights(placed, mesh, config, rollout_rules)
+    chip = topology.chip
     return Plan(
         topology=topology,
         layout=layout,
         update=totals | {ROWS: rows} | memory.activations(mesh, config, work, placed) | pool,
         rollout=kept
-        | {"sampler's weights": memory.rollout_weights(mesh, config)}
+        | {"sampler's weights": sampler}
         | {"decode activations": memory.decode_activations(mesh, config, work)}
         | pool,
-        update_time=roofline.update(topology.chip, mesh, config, work, placed, layout.collectives),
-        rollout_time=roofline.rollout(topology.chip, mesh, config, work, placed),
+        update_time=roofline.update(chip, mesh, config, work, placed, layout.collectives),
+        rollout_time=roofline.rollout(
+            chip, mesh, config, work, placed, sampler or totals["master weights"], rollout_rules
+        ),
         updates=work.updates,
     )

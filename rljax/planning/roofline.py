@@ -11,7 +11,7 @@ from rljax import mesh as meshes
 from rljax.models import LatentAttention, ModelConfig
 from rljax.planning.chips import Chip
 from rljax.planning.communication import Collective, decode_collectives
-from rljax.planning.memory import kv_bytes, rollout_weights
+from rljax.planning.memory import kv_bytes
 from rljax.planning.placement import Placed
 from rljax.planning.work import Work
 
@@ -80,6 +80,8 @@ def rollout(
     config: ModelConfig,
     work: Work,
     placed: Sequence[Placed],
+    weights: int,
+    rules: meshes.Rules,
 ) -> Roofline:
     """A rollout batch: each prompt prefilled once, then decode steps with all slots full.
 
@@ -89,6 +91,8 @@ def rollout(
       config: The model.
       work: The sizes of a step.
       placed: Its parameters on the mesh.
+      weights: Bytes of them on a device while sampling.
+      rules: How they lie on the mesh then.
     """
     shards = meshes.batch_shards(mesh)
     prompts = work.prompts_per_step * work.max_prompt_length / shards
@@ -98,9 +102,8 @@ def rollout(
     waves = -(-work.responses // work.slots)
     steps = waves * work.max_completion_length
     seen = work.max_prompt_length + work.max_completion_length / 2
-    weights = rollout_weights(mesh, config) or sum(p.held * p.width for p in placed)
-    prefilled = sum(c.bytes for c in decode_collectives(mesh, config, prompts))
-    decoded = sum(c.bytes for c in decode_collectives(mesh, config, slots))
+    prefilled = sum(c.bytes for c in decode_collectives(mesh, config, prompts, rules))
+    decoded = sum(c.bytes for c in decode_collectives(mesh, config, slots, rules))
     return Roofline(
         compute=(
             prefill
@@ -117,7 +120,7 @@ def rollout(
 
 def _gathered(p: Placed, mesh: Mesh | AbstractMesh) -> int:
     """By how much of a parameter a device computes with more than it holds."""
-    return mesh.shape["fsdp"] if "fsdp" in p.spec else 1
+    return mesh.shape["fsdp"] if "fsdp" in p.over else 1
 
 
 def _forward(

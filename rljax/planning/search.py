@@ -11,17 +11,25 @@ from rljax.planning.plan import Plan, plan
 from rljax.planning.tables import Table, seconds, size
 from rljax.planning.work import Work
 
-SEARCHED = ("data", "fsdp", "expert", "tensor")
-"""The axes whose sizes are tried: those that the rules of training use."""
+SEARCHED = ("data", "fsdp", "expert", "context", "tensor")
+"""The axes whose sizes are tried."""
 
 
-def search(config: ModelConfig, topology: Topology, work: Work) -> list[Plan]:
+def search(
+    config: ModelConfig,
+    topology: Topology,
+    work: Work,
+    train_rules: meshes.Rules = meshes.TRAIN_RULES,
+    rollout_rules: meshes.Rules = meshes.ROLLOUT_RULES,
+) -> list[Plan]:
     """Plans every mesh of the machine, and keeps those that fit.
 
     Args:
       config: The model.
       topology: The machine.
       work: The sizes of a step.
+      train_rules: As for `plan`, and so `rollout_rules`.
+      rollout_rules: How weights lie on the mesh while sampling.
 
     Returns:
       Plans by estimated time of a step, then by memory.
@@ -34,7 +42,7 @@ def search(config: ModelConfig, topology: Topology, work: Work) -> list[Plan]:
     for sizes in _factors(topology.num_chips, axes):
         mesh = meshes.make_abstract(topology.num_chips, **sizes)
         try:
-            planned = plan(config, topology, mesh, work)
+            planned = plan(config, topology, mesh, work, train_rules, rollout_rules)
         except ValueError as error:  # something does not divide
             refusal = str(error)
             continue

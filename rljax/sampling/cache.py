@@ -6,8 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from rljax.mesh import BATCH_AXES
 from rljax.models.config import LatentAttention, ModelConfig
 from rljax.models.forward import Attend
 
@@ -49,6 +52,13 @@ def make_pool(config: ModelConfig, num_pages: int, page_size: int) -> Pool:
         name: _to_bits(jnp.zeros((config.num_layers, num_pages, *page[name]), config.dtype))
         for name in names
     }
+
+
+def pool_sharding(config: ModelConfig, mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """Pages split over `BATCH_AXES`, and heads over `tensor` where they divide."""
+    heads = jax.eval_shape(lambda: make_pool(config, 1, 1))["k"].shape[2]
+    split = "tensor" if heads % mesh.shape["tensor"] == 0 else None
+    return NamedSharding(mesh, P(None, BATCH_AXES, split))
 
 
 def _to_bits(x: Array) -> Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from rljax.mesh import true_anywhere
+from rljax.mesh import true_anywhere, vary_over
 from rljax.models.config import ModelConfig
 from rljax.models.forward import Attend, hidden_states, output_logits
 from rljax.models.parameters import Params
@@ -222,10 +222,11 @@ def decode_chunk(
         steps=blank[:1, 0],
     )
     carry = (jnp.int32(0), cache, slots.token, slots.position, slots.active, drawn)
+    spread = vary_over(params)  # over these, devices meet each other's experts
 
     def goes_on(carry: tuple) -> Array:
         i, _, _, _, active, _ = carry
-        return (i < chunk) & true_anywhere(jnp.sum(active) > slots.enough[0], "expert")
+        return (i < chunk) & true_anywhere(jnp.sum(active) > slots.enough[0], spread)
 
     carry = jax.lax.while_loop(goes_on, step, carry)
     _, cache, *_, drawn = carry

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from rljax import mesh as meshes
 from rljax import models
 from rljax.models.config import ModelConfig
-from rljax.sampling import cache, decode, layers
+from rljax.sampling import cache, decode, handover, layers
 from rljax.sampling.rows import Rows, Shapes, arrange, bucket, buckets
 from rljax.sampling.scheduler import Fill, Group, Shard
 from rljax.sampling.scheduler import Sequence as Sample
@@ -65,6 +66,7 @@ class Engine:
         top_logprobs: int = 0,
         prefix_cache: bool = True,
         detokenize: Callable[[Sequence[int]], str] | None = None,
+        rules: meshes.Rules = meshes.ROLLOUT_RULES,
     ) -> None:
         """Plans the cache; nothing is compiled or allocated on the device yet.
 
@@ -96,11 +98,13 @@ class Engine:
             later prompts that begin alike under the same weights. Prompts admitted at the same
             time do not find each other's.
           detokenize: Token ids to text; needed where stop strings are used.
+          rules: How weights lie on the mesh: logical axis -> mesh axes. Experts may be split over
+            any, other weights over `tensor`.
 
         Raises:
           ValueError: Slots or pages do not divide over the shards, a shard's pages cannot hold
-            one sequence of `max_length`, `max_support` is negative, or `top_logprobs` is negative
-            or exceeds the vocabulary.
+            one sequence of `max_length`, `max_support` is negative, `top_logprobs` is negative
+            or exceeds the vocabulary, or a rule splits what decoding needs whole.
         """
         self.config, self.mesh = config, mesh
         self.max_length, self.page_size, self.chunk = max_length, page_size, chunk
@@ -109,6 +113,7 @@ class Engine:
         self.top_logprobs = top_logprobs
         self.version = -1
         self.steps = 0
+        self._rules = rules
         self._detokenize = detokenize
         self._stop_ids = stop_ids
         self._prefill_tokens = prefill_tokens
@@ -126,6 +131,8 @@ class Engine:
                 f"top_logprobs={top_logprobs} must lie between 0 and the vocabulary's "
                 f"{config.vocab_size}"
             )
+        if mesh is not None:
+            _check_rules(rules, mesh)
         self._slots, self._most_pages = slots // self._shards, most
         num_pages = (2 * most * slots) if num_pages is None else num_pages
         if num_pages % self._shards:
@@ -183,7 +190,8 @@ class Engine:
         """Takes weights to sample with, under a lease, and forgets what others left in the cache.
 
         Weights in the compute dtypes and the rollout layout are used as they are, the very same
-        buffers; others are cast and laid out by one jitted function.
+        buffers; others are cast and laid out by one jitted function, and those of other devices
+        are brought over piece by piece. Bytes and time are logged.
 
         Raises:
           ValueError: The parameters are not the model's, or the version falls.
@@ -193,7 +201,7 @@ class Engine:
             raise ValueError(
                 f"version {version} is older than the loaded {self.version}; versions only rise"
             )
-        self._params = self._adopt(params)
+        self._params = self._adopt(params, version)
         self._decode_params = self._params
         if self._gathered:
             self._decode_params = layers.views(self._params, self.config)
@@ -207,39 +215,61 @@ class Engine:
             self._pool = None
             self.forget_prefixes()
 
-    def _adopt(self, params: models.Params) -> models.Params:
-        wanted = models.abstract(self.config, mesh=self.mesh, rules=meshes.ROLLOUT_RULES)
-        cast = jax.eval_shape(lambda p: models.for_compute(p, self.config), params)
+    def _wanted(self, config: ModelConfig) -> models.Params:
+        """Shapes, dtypes and layout of the weights that the programs of a model take."""
+        laid = models.abstract(config, mesh=self.mesh, rules=self._rules)
+        cast = jax.eval_shape(lambda p: models.for_compute(p, config), laid)
+        return jax.tree.map(
+            lambda x, w: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=w.sharding), cast, laid
+        )
 
-        def same(have: Any, want: Any, shape: Any) -> bool:
+    def _adopt(self, params: models.Params, version: int) -> models.Params:
+        wanted, mesh = self._wanted(self.config), self.mesh
+
+        def same(have: Any, want: Any) -> bool:
             if not isinstance(have, jax.Array) or have.dtype != want.dtype:
                 return False
-            return self.mesh is None or have.sharding.is_equivalent_to(shape.sharding, have.ndim)
+            return mesh is None or have.sharding.is_equivalent_to(want.sharding, have.ndim)
 
-        if all(jax.tree.leaves(jax.tree.map(same, params, cast, wanted))):
+        def here(x: Any) -> bool:
+            return isinstance(x, jax.Array) and x.sharding.device_set == set(mesh.devices.flat)
+
+        if all(jax.tree.leaves(jax.tree.map(same, params, wanted))):
             return params
-        if self.mesh is not None:
-            mesh = self.mesh
-
-            def bring(x: Any) -> jax.Array:
-                there = isinstance(x, jax.Array) and x.sharding.device_set == set(mesh.devices.flat)
-                return x if there else jax.device_put(x, meshes.replicated(mesh))
-
-            params = jax.tree.map(bring, params)
-        return self._convert(params)
+        started = time.perf_counter()
+        near = mesh is None or all(map(here, jax.tree.leaves(params)))
+        params = self._convert(params) if near else handover.move(params, wanted)
+        jax.block_until_ready(params)
+        _log.info(
+            "version %d: %d bytes of weights %s in %.3f s",
+            version,
+            sum(x.nbytes for x in jax.tree.leaves(params)),
+            "laid out for sampling" if near else "brought from other devices",
+            time.perf_counter() - started,
+        )
+        return params
 
     @functools.cached_property
     def _convert(self) -> Callable:
         """Casts weights and lays them out for rollouts; one program for all loads."""
         out = None
         if self.mesh is not None:
-            out = models.shardings(self.config, self.mesh, meshes.ROLLOUT_RULES)
+            out = models.shardings(self.config, self.mesh, self._rules)
         return jax.jit(lambda p: models.for_compute(p, self.config), out_shardings=out)
 
     # The compiled programs, one for each shape bucket that comes up.
 
     def _over_shards(self, function: Callable, out_specs: Any, *in_specs: Any) -> Callable:
         """The function on each shard's own slots and pages; jitted, the pool donated."""
+        out: Any = None
+        if self.mesh is not None:
+            # What comes back must lie as it did, or it cannot take the place of what was handed in.
+            layout = cache.pool_sharding(self.config, self.mesh)
+            out = jax.tree.map(
+                lambda spec: layout if spec == _POOL else None,
+                out_specs,
+                is_leaf=lambda spec: isinstance(spec, P),
+            )
         if self.mesh is not None and self._shards > 1:
             function = jax.shard_map(
                 function,
@@ -248,16 +278,18 @@ class Engine:
                 out_specs=out_specs,
                 axis_names=set(meshes.AXES) - {"tensor"},  # which XLA splits
             )
-        return jax.jit(function, donate_argnums=(in_specs.index(_POOL),))
+        return jax.jit(function, donate_argnums=(in_specs.index(_POOL),), out_shardings=out)
 
     def _held(self, config: ModelConfig) -> Any:
         """The specs of weights on a shard: whole, but for experts, which stay where they are."""
         if self.mesh is None:
             return P()
-        laid = models.shardings(config, self.mesh, meshes.ROLLOUT_RULES)
-        return jax.tree.map(
-            lambda s: P(*(axis if axis == "expert" else None for axis in s.spec)), laid
-        )
+
+        def shards(part: meshes.Names) -> tuple[str, ...] | None:
+            return tuple(axis for axis in meshes.axes_of([part]) if axis != "tensor") or None
+
+        laid = models.shardings(config, self.mesh, self._rules)
+        return jax.tree.map(lambda s: P(*map(shards, s.spec)), laid)
 
     @functools.cached_property
     def _prefill(self) -> Callable:
@@ -301,19 +333,15 @@ class Engine:
         Nothing is allocated, so that the mesh may be of described devices: for planning.
         """
 
-        def laid_out(tree: Any, spec: P) -> Any:
-            layout = None if self.mesh is None else NamedSharding(self.mesh, spec)
+        def laid_out(tree: Any, layout: NamedSharding | None) -> Any:
             return jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), tree
             )
 
-        config = self._decode_config
-        wanted = models.abstract(config, mesh=self.mesh, rules=meshes.ROLLOUT_RULES)
-        params = jax.tree.map(
-            lambda x, w: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=w.sharding),
-            jax.eval_shape(lambda p: models.for_compute(p, config), wanted),
-            wanted,
-        )
+        pools = rows = None
+        if self.mesh is not None:
+            pools = cache.pool_sharding(self.config, self.mesh)
+            rows = NamedSharding(self.mesh, _ROWS)
         pages = self._num_pages * self._shards
         pool = jax.eval_shape(lambda: cache.make_pool(self.config, pages, self.page_size))
         nobody = Rows([[None] * self._slots for _ in range(self._shards)], shared=False)
@@ -322,7 +350,9 @@ class Engine:
             self._blank_slots(nobody, self._most_pages, 0),
         )
         program: Any = self._decode[False]
-        return program.lower(params, laid_out(pool, _POOL), laid_out(slots, _ROWS))
+        return program.lower(
+            self._wanted(self._decode_config), laid_out(pool, pools), laid_out(slots, rows)
+        )
 
     def _put(self, x: np.ndarray) -> jax.Array:
         """A host array [shards · n, ...] on its shards."""
@@ -336,8 +366,9 @@ class Engine:
                 cache.make_pool, self.config, self._num_pages * self._shards, self.page_size
             )
             # Where the weights are: an array bound to no device would compile programs of its own.
-            here = jax.tree.leaves(self._params)[0].sharding
-            out = here if self.mesh is None else NamedSharding(self.mesh, _POOL)
+            out = jax.tree.leaves(self._params)[0].sharding
+            if self.mesh is not None:
+                out = cache.pool_sharding(self.config, self.mesh)
             self._pool = jax.jit(make, out_shardings=out)()
         return self._pool
 
@@ -758,6 +789,17 @@ _GROWTH = 4  # of the pages that a prefill call may read
 
 _POOL = P(None, meshes.BATCH_AXES)
 _ROWS = P(meshes.BATCH_AXES)
+
+
+def _check_rules(rules: meshes.Rules, mesh: Mesh) -> None:
+    """Refuses rules that would have a decode step gather weights."""
+    for logical, target in rules.items():
+        for axis in meshes.axes_of([target]):
+            if logical != "experts" and axis != "tensor" and mesh.shape.get(axis, 1) > 1:
+                raise ValueError(
+                    f"rollout rule {logical}={axis}: while sampling only experts are split over "
+                    f"{axis}; map {logical} to tensor or to nothing"
+                )
 
 
 def generate(

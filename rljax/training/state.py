@@ -160,13 +160,14 @@ def abstract(
     objective: L.Objective,
     mesh: Mesh,
     lora: models.Lora | None = None,
+    rules: meshes.Rules = meshes.TRAIN_RULES,
 ) -> TrainState:
     """The state's shapes and shardings, to restore a checkpoint into; without `base`."""
     critic = models.abstract_critic(config) if objective.critic is not None else None
-    params, layout = models.abstract(config), models.shardings(config, mesh)
+    params, layout = models.abstract(config), models.shardings(config, mesh, rules)
     if lora is not None:
         params = models.abstract_adapters(config, lora)
-        layout = models.adapter_shardings(config, lora, mesh)
+        layout = models.adapter_shardings(config, lora, mesh, rules)
     shapes = jax.eval_shape(lambda p, c: _fresh(p, c, optimizer, objective), params, critic)
     shardings = state_shardings(shapes, layout, mesh)
     return jax.tree.map(

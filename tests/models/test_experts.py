@@ -115,7 +115,9 @@ def run_parallel(mesh, exchange, way, params, x, weights, chosen, cotangent):
     rows = P(("fsdp", "expert"))
 
     def f(params, x, weights):
-        local = functools.partial(experts.parallel_experts, activation="clamped", exchange=exchange)
+        local = functools.partial(
+            experts.parallel_experts, spread=("expert",), activation="clamped", exchange=exchange
+        )
         specs = ({name: AXES[name] for name in params}, rows, rows, rows)
         return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=rows)(
             params, x, chosen, weights

@@ -45,6 +45,14 @@ MESHES = {
 }
 
 
+# Over more axes while sampling than while training.
+WIDE = {
+    "fsdp=2,expert=2": {"experts": ("fsdp", "expert"), "expert_exchange": "all_to_all"},
+    "fsdp=2,context=2": {"experts": ("fsdp", "context")},
+    "data=2,fsdp=2,expert=2": {"experts": ("expert", "data", "fsdp")},
+}
+
+
 def make_mesh(flag):
     sizes = {name: int(size) for name, size in (part.split("=") for part in flag.split(","))}
     return meshes.make(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
@@ -106,10 +114,12 @@ def train(weights, rows, mesh, parts=1, expert_exchange=None):
     return state, L.finish(stats), sums
 
 
-def sample(weights, mesh):
+def sample(weights, mesh, expert_exchange=None, **rules):
     """Responses of four prompts, two each."""
-    engine = Engine(CONFIG, mesh, slots=8, page_size=4, max_length=16, chunk=4)
-    engine.load(jax.device_put(weights, models.shardings(CONFIG, mesh)), version=0)
+    config = dataclasses.replace(CONFIG, expert_exchange=expert_exchange)
+    rules = {**meshes.ROLLOUT_RULES, **rules}
+    engine = Engine(config, mesh, slots=8, page_size=4, max_length=16, chunk=4, rules=rules)
+    engine.load(jax.device_put(weights, models.shardings(config, mesh)), version=0)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(2, V, n).astype(np.int32) for n in (3, 5, 4, 7)]
     sampling = SamplingParams(max_tokens=6, stop_token_ids=(2, 3))
@@ -151,6 +161,8 @@ def test_training_equals_one_device(weights, rows, alone, flag):
 @pytest.mark.parametrize("flag", MESHES)
 def test_sampling_equals_one_device(weights, alone, flag):
     _, expected = alone
-    for got, want in zip(sample(weights, make_mesh(flag)), expected, strict=True):
+    for got, want in zip(
+        sample(weights, make_mesh(flag), **WIDE.get(flag, {})), expected, strict=True
+    ):
         np.testing.assert_array_equal(got.tokens, want.tokens)
         np.testing.assert_allclose(got.logp, want.logp, atol=LOGP)
