@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -13,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rljax.mesh import (
     BATCH_AXES,
+    Names,
     axes_of,
     constrain,
     constrain_rows,
@@ -353,8 +355,8 @@ _EXPERT_AXES = {
     "up_bias": ("expert", "tensor"),
     "down_bias": ("expert",),
 }
-"""The mesh axes that split the parameters of experts as they come into `shard_map`, where parts over
-`fsdp` are gathered; the router is whole."""
+"""The mesh axes that split the parameters of experts where they enter `shard_map`, which gathers
+those over `fsdp`; the router is whole."""
 
 
 def _mixture(
@@ -373,8 +375,7 @@ def _mixture(
         p: Params, x: Array, counted: Array, replay: Array | None, load: Array | None
     ) -> tuple[Array, dict[str, Array]]:
         """Each device routes its own tokens; what the routers did is added up."""
-        # Gathered here, so that backwards each device is given its part of the gradients' sum.
-        p = {n: gather(w, "fsdp", parted[n]) if n in parted else w for n, w in p.items()}
+        p = {name: _gather_part(w, x, parted[name]) for name, w in p.items()}
         b, t, width = x.shape
         flat = x.reshape(b * t, width)
         old = None if replay is None else replay.reshape(b * t, c.top_k)
@@ -408,18 +409,9 @@ def _mixture(
         if not name.startswith("shared")
     }
 
-    def laid(name: str, w: Array) -> P:
-        names = _EXPERT_AXES.get(name, ())
-        # Devices with the same tokens each need the whole sum themselves.
-        return fit(w.shape, *(None if n == "fsdp" and n not in axes else n for n in names))
-
-    specs = {name: laid(name, w) for name, w in p_routed.items()}
-    parted = {
-        name: d
-        for name, spec in specs.items()
-        for d, part in enumerate(spec)
-        if axes_of([part]) == ("fsdp",)
-    }
+    specs, parted = {}, {}
+    for name, w in p_routed.items():
+        specs[name], parted[name] = _entering(w, _EXPERT_AXES.get(name, ()), axes)
     # While sampling, a device has its experts already.
     spread = vary_over(p["gate"]) + axes_of(specs["gate"][:1])
     stats_specs = {"experts": rows, "load": P(), "entropy": P(), "flips": P()}
@@ -429,6 +421,33 @@ def _mixture(
         p_routed, x, counted, replay, load
     )
     return (out + _shared(p, x, c) if c.shared_size else out), stats
+
+
+_EMBED_AXES = ("tensor", "fsdp")
+"""Likewise of the embedding; those of the output matrix are in the other order."""
+
+
+def _entering(w: Array, names: Sequence[Names], rows: Sequence[str]) -> tuple[P, int | None]:
+    """How a weight enters `shard_map`, to meet rows that are split over some axes.
+
+    Returns:
+      Its spec, and the dimension that is split over `fsdp`: none where devices along it have the
+      same rows, for then none of them could be spared the whole.
+    """
+    spec = fit(w.shape, *(None if n == "fsdp" and n not in rows else n for n in names))
+    return spec, next((d for d, part in enumerate(spec) if "fsdp" in axes_of([part])), None)
+
+
+def _gather_part(w: Array, x: Array, dimension: int | None) -> Array:
+    """A weight whole over `fsdp`, to meet x inside `shard_map`.
+
+    Gathered there, so that backwards each device is given its part of the gradients' sum, and only
+    parts are added up over other axes: XLA may form the whole sum on every device.
+    """
+    if dimension is None:
+        return w
+    w, _ = vary_alike((w, x))
+    return gather(w, "fsdp", dimension)
 
 
 def hidden_states(
@@ -555,10 +574,8 @@ def embed(
     params: Params, config: ModelConfig, tokens: Int[Array, "*batch"]
 ) -> Float[Array, "*batch D"]:
     """The embeddings of tokens, in the compute dtype."""
-    table = params["embed"]
-    laid, rows = fit(table.shape, "tensor", "fsdp"), fit(tokens.shape, BATCH_AXES, "context")
-    if "fsdp" not in axes_of(rows):  # too few rows to trade parts of
-        laid = fit(table.shape, "tensor", None)
+    table, rows = params["embed"], fit(tokens.shape, BATCH_AXES, "context")
+    laid, _ = _entering(table, _EMBED_AXES, axes_of(rows))
     local = functools.partial(_embed_part, dtype=config.dtype)
     return map_shards(local, (laid, rows), rows)(table, tokens)
 
@@ -815,13 +832,13 @@ def _score(
 
     Each device works on its own tokens, and over `tensor` on its own slice of the vocabulary.
     """
-    name, axes = ("embed", ("tensor",)) if config.tie_embeddings else ("output", (None, "tensor"))
-    weights, rows = {name: params[name]}, fit(hidden.shape, BATCH_AXES, "context")
-    laid = {name: fit(params[name].shape, *axes)}
-    local = functools.partial(_score_part, config=config, chunk=chunk)
+    name, axes = ("embed", _EMBED_AXES) if config.tie_embeddings else ("output", _EMBED_AXES[::-1])
+    rows = fit(hidden.shape, BATCH_AXES, "context")
+    laid, parted = _entering(params[name], axes, axes_of(rows))
+    local = functools.partial(_score_part, config=config, chunk=chunk, parted=parted)
     with jax.named_scope("logprobs"):
-        return map_shards(local, (laid, rows, rows, rows, P()), (rows, rows))(
-            weights, hidden, targets, support, jnp.float32(temperature)
+        return map_shards(local, ({name: laid}, rows, rows, rows, P()), (rows, rows))(
+            {name: params[name]}, hidden, targets, support, jnp.float32(temperature)
         )
 
 
@@ -834,9 +851,11 @@ def _score_part(
     *,
     config: ModelConfig,
     chunk: int,
+    parted: int | None,
 ) -> tuple[Array, Array]:
     """`_score` of one device. A chunk holds a few tokens of every row."""
     sliced = varies(jax.tree.leaves(params)[0], "tensor")
+    params = {name: _gather_part(w, hidden, parted) for name, w in params.items()}
     params, hidden = vary_alike((params, hidden))
 
     def over_vocabulary(x: Array) -> Array:

@@ -232,12 +232,14 @@ class Engine:
             return mesh is None or have.sharding.is_equivalent_to(want.sharding, have.ndim)
 
         def here(x: Any) -> bool:
-            return isinstance(x, jax.Array) and x.sharding.device_set == set(mesh.devices.flat)
+            return mesh is None or (
+                isinstance(x, jax.Array) and x.sharding.device_set == set(mesh.devices.flat)
+            )
 
         if all(jax.tree.leaves(jax.tree.map(same, params, wanted))):
             return params
         started = time.perf_counter()
-        near = mesh is None or all(map(here, jax.tree.leaves(params)))
+        near = all(map(here, jax.tree.leaves(params)))
         params = self._convert(params) if near else handover.move(params, wanted)
         jax.block_until_ready(params)
         _log.info(

@@ -82,7 +82,7 @@ def test_memory_by_hand():
     # 2 layers × k and v × 4 tokens a page ... : pages hold twice the slots at full length.
     tokens = 2 * 4 * 8 * 8
     assert memory.kv_bytes(CONFIG, tokens) == tokens * 2 * 2 * 2 * 4 * 2
-    assert plan.update["KV pool"] == plan.rollout["KV pool"] == tokens * 64 // 4
+    assert plan.update["KV pool"] == plan.rollout["KV pool"] == tokens * 64 // 8
     # 1 row of 32 tokens a device and micro-batch.
     assert plan.update["inputs of layers, kept for the backward pass"] == 2 * 32 * 16 * 2
     assert plan.update["attention scores"] == 4 * 4 * 4 * 32 * 32 // 2
