@@ -192,7 +192,7 @@ def test_the_ragged_exchange_sends_each_row_to_its_slot(monkeypatch):
 
         def f(rows, sent, awaited):
             def local(rows, sent, awaited):
-                return experts._swap(rows[0].reshape(12, 2), sent[0], awaited[0])[None]
+                return experts._swap(rows[0].reshape(12, 2), sent[0], awaited[0], ("expert",))[None]
 
             e = P("expert")
             mapped = jax.shard_map(local, mesh=mesh, in_specs=(e, e, e), out_specs=e)
