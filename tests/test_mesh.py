@@ -75,6 +75,19 @@ def test_from_flags():
             meshes.from_flags(text)
 
 
+def test_rules_from_flags():
+    rules = meshes.read_rules(" experts=expert+fsdp, vocab=", meshes.ROLLOUT_RULES)
+    assert rules == {**meshes.ROLLOUT_RULES, "experts": ("expert", "fsdp"), "vocab": None}
+    assert meshes.read_rules("", meshes.TRAIN_RULES) == meshes.TRAIN_RULES
+    for text, message in [
+        ("experts", "rules flag 'experts': 'experts' is not logical axis=mesh axes; write"),
+        ("rows=fsdp", "'rows=fsdp' is not .* the logical axes are embed, heads, "),
+        ("experts=fsdp+row", "mesh axis 'row' is unknown; the axes are data, fsdp, expert"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            meshes.read_rules(text, meshes.TRAIN_RULES)
+
+
 def test_an_abstract_mesh_needs_no_devices():
     mesh = meshes.make_abstract(1024, fsdp=64, expert=16)
     assert dict(mesh.shape) == {**dict.fromkeys(meshes.AXES, 1), "fsdp": 64, "expert": 16}
@@ -94,6 +107,10 @@ def test_sharding_maps_logical_axes_through_the_rules():
     assert found.spec == P(None, "expert", "fsdp", "tensor")
     rollout = meshes.sharding(mesh, (3, 4, 8, 6), axes, meshes.ROLLOUT_RULES)
     assert rollout.spec == P(None, "expert", None, "tensor")
+    # Several axes split one dimension in the order of the mesh.
+    wide = {**meshes.ROLLOUT_RULES, "experts": ("expert", "data", "fsdp")}
+    found = meshes.sharding(mesh, (3, 4, 8, 6), axes, wide)
+    assert found.spec == P(None, ("fsdp", "expert"), None, "tensor")
     # A mesh axis of size 1 splits nothing, so any size will do.
     assert meshes.sharding(meshes.make(data=8), (3, 4, 7, 5), axes, meshes.TRAIN_RULES).spec == P(
         None, None, None, None
@@ -118,6 +135,12 @@ def test_sharding_maps_logical_axes_through_the_rules():
             "w: mesh axis 'fsdp' would split two dimensions of \\(8, 16\\)",
         ),
         ((8,), ("embed",), {"embed": "rows"}, "w: .*'embed'.*mesh axis 'rows' which is unknown"),
+        (
+            (4, 16),
+            ("experts", "embed"),
+            {"experts": ("expert", "fsdp"), "embed": None},
+            "w: axis 'experts' of size 4 does not divide over mesh axis fsdp=8; .*: fsdp=4",
+        ),
     ],
 )
 def test_sharding_refuses(shape, axes, rules, message):

@@ -188,7 +188,7 @@ class Compared(Tables):
         """Memory, the largest temporaries, collectives."""
         c = self.compiled
         handed, needed = self.plan.arguments[c.name], self.plan.temporaries[c.name]
-        memory = self.plan.topology.chip.memory
+        memory, beside = self.plan.topology.chip.memory, self.plan.beside[c.name]
         lines = [
             ("arguments", size(c.arguments), size(handed), _apart(c.arguments, handed)),
             ("temporaries", size(c.temporaries), size(needed), _apart(c.temporaries, needed)),
@@ -196,7 +196,8 @@ class Compared(Tables):
             ("of them in place of arguments", size(c.aliases), "", ""),
             ("all", size(c.total), size(handed + needed), _apart(c.total, handed + needed)),
             ("peak", size(c.peak), "", ""),
-            ("fits", "yes" if c.total <= memory else "NO", "", f"of {size(memory)}"),
+            ("held beside it", "", size(beside), ""),
+            ("fits", "yes" if c.total + beside <= memory else "NO", "", f"of {size(memory)}"),
         ]
         return [
             Table(

@@ -59,6 +59,15 @@ class Plan(Tables):
         }
 
     @property
+    def beside(self) -> dict[str, int]:
+        """Bytes per device that stay there while the train or the decode step runs."""
+        kept = KEPT if self.rollout["sampler's weights"] else KEPT[1:]  # else they are handed in
+        return {
+            "train": self.update["KV pool"],
+            "decode": sum(self.rollout[kind] for kind in kept),
+        }
+
+    @property
     def peak(self) -> int:
         """Bytes per device at the most."""
         return max(sum(self.update.values()), sum(self.rollout.values()))

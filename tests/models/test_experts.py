@@ -200,7 +200,7 @@ def test_the_ragged_exchange_sends_each_row_to_its_slot(monkeypatch):
 
         out, pull = jax.vjp(jax.jit(f), rows, counts, counts.T)
         found[is_ragged] = out, pull(out)[0]
-    assert set(asked) == {((12, 2), "expert")}
+    assert set(asked) == {((12, 2), ("expert",))}
     np.testing.assert_array_equal(found[True][0], found[False][0])
     np.testing.assert_array_equal(found[True][0].reshape(4, 4, 3, 2), rows.swapaxes(0, 1))
     np.testing.assert_array_equal(found[True][1], rows)

@@ -35,10 +35,11 @@ WORK = planning.Work(
 DEEPSEEK = models.PRESETS["deepseek-v3"]()
 
 
-def make(topology="v5p:8", config=CONFIG, work=WORK, **sizes):
+def make(topology="v5p:8", config=CONFIG, work=WORK, experts=("expert",), **sizes):
     machine = planning.Topology.parse(topology)
     mesh = meshes.make_abstract(machine.num_chips, **sizes)
-    return planning.plan(config, machine, mesh, work)
+    rules = {**meshes.ROLLOUT_RULES, "experts": experts}
+    return planning.plan(config, machine, mesh, work, rollout_rules=rules)
 
 
 def test_topologies():
@@ -94,10 +95,27 @@ def test_memory_by_hand():
     rows = 8 // 4 * 32 * (4 * 11 + 2 + 2 * 2 * 4)
     assert plan.update["rows of a mini-batch"] == rows
     assert plan.arguments == {"train": kept + rows, "decode": sampler + plan.rollout["KV pool"]}
+    assert plan.beside == {"train": plan.update["KV pool"], "decode": kept}
     # In float32 and without fsdp the sampler uses the trainer's very buffers.
     single = dataclasses.replace(CONFIG, dtype="float32")
-    assert make(config=single, data=8).rollout["sampler's weights"] == 0
+    shared = make(config=single, data=8)
+    assert shared.rollout["sampler's weights"] == 0
+    assert shared.beside["decode"] == shared.layout.totals["optimizer moments"]
     assert make(config=single, fsdp=8).rollout["sampler's weights"] > 0
+
+
+def test_experts_over_more_axes_while_sampling():
+    narrow, wide = (
+        make(fsdp=2, expert=2, tensor=2, experts=e) for e in ("expert", ("fsdp", "expert"))
+    )
+    # 3 matrices of 4 experts a layer, in bfloat16: a half or a quarter of the experts.
+    experts = 2 * 3 * 4 * 16 * 12 * 2 // 2
+    saved = narrow.rollout["sampler's weights"] - wide.rollout["sampler's weights"]
+    assert saved == experts // 2 - experts // 4
+    assert wide.update == narrow.update and wide.update_time == narrow.update_time
+    assert wide.rollout_time.links > narrow.rollout_time.links
+    assert wide.rollout_time.memory < narrow.rollout_time.memory
+    assert wide.rollout_time.compute == narrow.rollout_time.compute
 
 
 def test_times_by_hand():
@@ -129,6 +147,10 @@ def test_deepseek_v3_on_a_thousand_chips():
     assert sum(plan.update.values()) < plan.topology.chip.memory
     assert not plan.fits  # the sampler's weights are split over `expert` only
     assert "NO" in str(plan)
+    sizes = {"data": 2, "fsdp": 32, "expert": 8, "tensor": 2}
+    wide = make("v5p:8x8x16", DEEPSEEK, planning.Work(), experts=("fsdp", "expert"), **sizes)
+    assert wide.fits
+    assert max(wide.beside.values()) < 20e9
 
 
 def test_search_ranks_what_fits():

@@ -462,6 +462,10 @@ def test_other_bad_requests_are_refused(dense):
         engine.generate([[5]], 1, SamplingParams(max_tokens=1, stop=("x",)))
     with pytest.raises(ValueError, match="slots=3 do not divide"):
         Engine(dense[0], meshes.make(data=8), slots=3)
+    with pytest.raises(
+        ValueError, match="rollout rule embed=fsdp: while sampling only experts are"
+    ):
+        Engine(dense[0], meshes.make(fsdp=8), rules=meshes.TRAIN_RULES)
     with pytest.raises(ValueError, match="needs 9"):
         Engine(dense[0], page_size=4, max_length=32, num_pages=8)
     with pytest.raises(ValueError, match="max_support=-1 must be 0"):
