@@ -90,8 +90,18 @@ class Work:
         return self.mini_batch_size // meshes.batch_shards(mesh) // self.parts(mesh)
 
     def tokens(self, mesh: Mesh | AbstractMesh) -> int:
-        """Tokens that a device has of a micro-batch: a part of each of its rows."""
-        return self.rows(mesh) * -(-self.length // mesh.shape["context"])
+        """Tokens that a device has of a micro-batch: a part of each of its rows.
+
+        Raises:
+          ValueError: The rows do not divide.
+        """
+        context = mesh.shape["context"]
+        if self.length % context:
+            raise ValueError(
+                f"rows of max_prompt_length + max_completion_length = {self.length} tokens do not "
+                f"divide over context={context}; change one of them"
+            )
+        return self.rows(mesh) * self.length // context
 
     def scored(self, mesh: Mesh | AbstractMesh) -> int:
         """Tokens of a micro-batch for which a device forms logits.
