@@ -59,6 +59,8 @@ class Config:
     """Dtype of weights, activations and KV cache."""
     mesh: str = ""
     """Sizes of mesh axes, such as data=2,tensor=4; empty puts all devices on fsdp."""
+    rollout_rules: str = ""
+    """Changes to how weights lie on the mesh, such as experts=fsdp+expert."""
     slots: int = 64
     """Sequences decoded at once."""
     page_size: int = 16
@@ -110,9 +112,8 @@ def generate(config: Config) -> dict[str, Any]:
     # Programs with collectives in flight at once can wait for each other for ever on CPU devices.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     mesh, dtype = meshes.from_flags(config.mesh), config.compute_dtype
-    model, params = models.from_pretrained(
-        path, dtype, mesh, rules=meshes.ROLLOUT_RULES, compute_dtype=dtype
-    )
+    rules = meshes.read_rules(config.rollout_rules, meshes.ROLLOUT_RULES)
+    model, params = models.from_pretrained(path, dtype, mesh, rules=rules, compute_dtype=dtype)
     engine = Engine(
         model,
         mesh,
@@ -122,6 +123,7 @@ def generate(config: Config) -> dict[str, Any]:
         max_length=max(len(p.tokens) for p in prompts) + config.max_tokens,
         stop_ids=len(tokenizer.end_ids),
         detokenize=tokenizer.decode,
+        rules=rules,
     )
     engine.load(params, version=0)
     groups = engine.generate(

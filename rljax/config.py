@@ -54,6 +54,12 @@ class ModelSettings:
     mesh: str = ""
     """Sizes of mesh axes, such as data=2,fsdp=4,expert=2; their product is the number of devices.
     Empty puts all devices on fsdp. Rows and slots are split over data×fsdp×expert."""
+    train_rules: str = ""
+    """Changes to how weights lie on the mesh in the update, as logical axis=mesh axes, such as
+    vocab= (whole); the tables are TRAIN_RULES and ROLLOUT_RULES of rljax.mesh."""
+    rollout_rules: str = ""
+    """Changes to how they do while sampling, such as experts=fsdp+expert: each device then holds
+    fewer experts, and tokens travel further."""
     expert_exchange: Literal["gather", "all_to_all"] | None = None
     """Mesh axis expert: whether devices show their tokens to all experts, or send each token to the
     devices that hold its own; never changes a result. Unset: what moves less."""

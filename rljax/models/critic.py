@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from rljax import mesh as meshes
 from rljax.models.config import ModelConfig
 from rljax.models.forward import states_before
-from rljax.models.parameters import Params, abstract, shardings
+from rljax.models.parameters import Params, abstract
 
 
 def init_critic(params: Params, config: ModelConfig, mesh: Mesh | None = None) -> Params:
@@ -21,23 +21,21 @@ def init_critic(params: Params, config: ModelConfig, mesh: Mesh | None = None) -
     Args:
       params: The policy's parameters; copied, so that either may be donated.
       config: The model, which the critic shares.
-      mesh: Where the parameters lie.
+      mesh: Where the parameters lie; the critic's lie alike.
 
     Returns:
       `{"model": params, "value": [hidden]}`.
     """
-    out = None if mesh is None else critic_shardings(config, mesh)
+    out = None
+    if mesh is not None:
+        laid = jax.tree.map(lambda x: x.sharding, params)
+        out = {"model": laid, "value": meshes.replicated(mesh)}
 
     def build(params: Params) -> Params:
         value = jnp.zeros(config.hidden_size, jnp.float32)
         return {"model": jax.tree.map(jnp.copy, params), "value": value}
 
     return jax.jit(build, out_shardings=out)(params)
-
-
-def critic_shardings(config: ModelConfig, mesh: Mesh) -> Params:
-    """Shardings of a critic: the model's own, the head whole."""
-    return {"model": shardings(config, mesh), "value": meshes.replicated(mesh)}
 
 
 def abstract_critic(config: ModelConfig) -> Params:

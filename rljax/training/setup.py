@@ -103,6 +103,7 @@ class Run:
     config: Config
     directory: Path
     mesh: Mesh
+    rules: meshes.Rules
     model: ModelConfig
     lora: models.Lora | None
     tokenizer: Tokenizer
@@ -162,7 +163,8 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
     # Programs with collectives in flight at once can wait for each other for ever on CPU devices.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     mesh = meshes.from_flags(config.model.mesh)
-    policy = _Policy.open(config, mesh)
+    rules = meshes.read_rules(config.model.train_rules, meshes.TRAIN_RULES)
+    policy = _Policy.open(config, mesh, rules)
     settings, data = config.rollout, config.data
     columns: dict[str, Any] = {
         "question_column": data.question_column or None,
@@ -211,6 +213,7 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
             with_routing=policy.model.top_k > 0,
             max_support=settings.max_support if sampling.filtered else 0,
             detokenize=policy.tokenizer.decode,
+            rules=meshes.read_rules(config.model.rollout_rules, meshes.ROLLOUT_RULES),
         )
         objective = make_objective(config)
         _check_balance(config, policy.model)
@@ -219,13 +222,14 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
         checkpoints = Checkpoints(directory / "checkpoints", config.run.keep_checkpoints)
         stack.callback(checkpoints.close)
         lora = _lora(config)
-        found = checkpoints.restore(states.abstract(policy.model, optimizer, objective, mesh, lora))
+        shapes = states.abstract(policy.model, optimizer, objective, mesh, lora, rules)
+        found = checkpoints.restore(shapes)
         if found is None:
-            params, base = policy.initial(mesh), None
+            params, base = policy.initial(), None
             critic = models.init_critic(params, policy.model, mesh) if with_critic else None
             if lora is not None:
                 key = jax.random.key(config.run.seed)
-                params, base = models.init_adapters(key, policy.model, lora, mesh), params
+                params, base = models.init_adapters(key, policy.model, lora, mesh, rules), params
             state = states.create(params, optimizer, objective, mesh, critic)
             state = dataclasses.replace(state, base=base)
             progress = Progress()
@@ -250,6 +254,7 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
             config=config,
             directory=directory,
             mesh=mesh,
+            rules=rules,
             model=policy.model,
             lora=lora,
             tokenizer=policy.tokenizer,
@@ -291,7 +296,7 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
             log=log,
             state=state,
             reference=None,
-            teacher=_teacher(config, policy, mesh, shared | scoring),
+            teacher=_teacher(config, policy, mesh, rules, shared | scoring),
             progress=progress,
             restored=found is not None,
             started=started,
@@ -336,7 +341,7 @@ def freeze_start(run: Run) -> None:
     if not (compares or adapts):
         return
     place = run.directory / "reference"
-    target = models.abstract(run.model, mesh=run.mesh)
+    target = models.abstract(run.model, mesh=run.mesh, rules=run.rules)
     if adapts:
         lean = jax.eval_shape(lambda p: models.for_compute(p, run.model), target)
         target = jax.tree.map(
@@ -436,10 +441,10 @@ class _Policy:
 
     model: ModelConfig
     tokenizer: Tokenizer
-    initial: Callable[[Mesh], Params]
+    initial: Callable[[], Params]
 
     @classmethod
-    def open(cls, config: Config, mesh: Mesh) -> _Policy:
+    def open(cls, config: Config, mesh: Mesh, rules: meshes.Rules) -> _Policy:
         name, dtype = config.model.model, config.model.compute_dtype
         ways: Any = {
             "remat": config.model.remat,
@@ -448,8 +453,10 @@ class _Policy:
         path = model_path(name)
         if path.exists():
             tokenizer: Any = load_tokenizer(path)
-            model, params = models.from_pretrained(path, jnp.float32, mesh, compute_dtype=dtype)
-            return cls(dataclasses.replace(model, **ways), tokenizer, lambda _: params)
+            model, params = models.from_pretrained(
+                path, jnp.float32, mesh, rules=rules, compute_dtype=dtype
+            )
+            return cls(dataclasses.replace(model, **ways), tokenizer, lambda: params)
         if name not in models.PRESETS:
             raise ValueError(
                 f"model={name!r} is neither a folder or .gguf file nor one of smollm2, "
@@ -460,7 +467,7 @@ class _Policy:
             models.PRESETS[name](), vocab_size=tokenizer.vocab_size, dtype=dtype, **ways
         )
         key = jax.random.key(config.run.seed)
-        return cls(model, tokenizer, lambda mesh: models.init(key, model, mesh=mesh))
+        return cls(model, tokenizer, lambda: models.init(key, model, mesh=mesh, rules=rules))
 
 
 def _check_balance(config: Config, model: ModelConfig) -> None:
@@ -490,7 +497,7 @@ def _lora(config: Config) -> models.Lora | None:
 
 
 def _teacher(
-    config: Config, policy: _Policy, mesh: Mesh, scoring: dict[str, Any]
+    config: Config, policy: _Policy, mesh: Mesh, rules: meshes.Rules, scoring: dict[str, Any]
 ) -> Callable[..., jax.Array] | None:
     """The teacher's log-probabilities of a batch: (batch, shared) -> float32 [B, T].
 
@@ -500,7 +507,8 @@ def _teacher(
     if not config.model.teacher:
         return None
     dtype = config.model.compute_dtype
-    model, params = models.from_pretrained(model_path(config.model.teacher), dtype, mesh)
+    path = model_path(config.model.teacher)
+    model, params = models.from_pretrained(path, dtype, mesh, rules=rules)
     if model.vocab_size != policy.model.vocab_size:
         raise ValueError(
             f"teacher={config.model.teacher!r} has a vocabulary of {model.vocab_size} tokens, the "
