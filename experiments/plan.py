@@ -38,6 +38,8 @@ class Flags:
     """Changes to how weights lie on the mesh in the update, as logical axis=mesh axes."""
     rollout_rules: str = ""
     """Changes to how they do while sampling, such as experts=fsdp+expert."""
+    moments_on_host: bool = False
+    """Keep the optimizer's moments in the hosts' memory (host_memory=optimizer of a run)."""
     layout: bool = False
     """Print every parameter with its shard too."""
     search: bool = False
@@ -77,12 +79,13 @@ def main() -> int:
             meshes.read_rules(flags.train_rules, meshes.TRAIN_RULES),
             meshes.read_rules(flags.rollout_rules, meshes.ROLLOUT_RULES),
         )
+        on_host = flags.moments_on_host
         if flags.search:
-            print(planning.ranking(planning.search(config, topology, work, *rules)))
+            print(planning.ranking(planning.search(config, topology, work, *rules, on_host)))
             return 0
         sizes = meshes.read_flags(flags.mesh, topology.num_chips)
         abstract = meshes.make_abstract(topology.num_chips, **sizes)
-        planned = planning.plan(config, topology, abstract, work, *rules)
+        planned = planning.plan(config, topology, abstract, work, *rules, on_host)
         if flags.layout:
             print(f"{planned.layout}\n")
         print(planned, flush=True)
@@ -90,8 +93,9 @@ def main() -> int:
             from rljax.planning.compile import Compared, compile_decode, compile_update
 
             mesh = meshes.make(devices=topology.devices(), **sizes)
-            for program, laid in zip((compile_update, compile_decode), rules, strict=True):
-                print(f"\n{Compared(planned, program(config, mesh, work, laid))}", flush=True)
+            compiled = compile_update(config, mesh, work, rules[0], on_host)
+            print(f"\n{Compared(planned, compiled)}", flush=True)
+            print(f"\n{Compared(planned, compile_decode(config, mesh, work, rules[1]))}")
     except ValueError as error:
         return fail(error)
     return 0

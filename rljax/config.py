@@ -60,6 +60,9 @@ class ModelSettings:
     rollout_rules: str = ""
     """Changes to how they do while sampling, such as experts=fsdp+expert: each device then holds
     fewer experts, and tokens travel further."""
+    host_memory: tuple[Literal["optimizer", "reference"], ...] = ()
+    """What waits in the hosts' memory while nothing needs it: the optimizer's moments, the frozen
+    start policy of beta. Spares memory of the devices, costs time."""
     expert_exchange: Literal["gather", "all_to_all"] | None = None
     """Mesh axis expert: whether devices show their tokens to all experts, or send each token to the
     devices that hold its own; never changes a result. Unset: what moves less."""
@@ -344,6 +347,11 @@ class Config:
             raise ValueError(
                 f"teacher={self.model.teacher!r} with objective={self.objective.objective}: "
                 "distillation needs a teacher, and no other objective takes one"
+            )
+        if "reference" in self.model.host_memory and self.model.lora_rank:
+            raise ValueError(
+                "host_memory=reference with lora_rank: the start policy is what adapters rest on, "
+                "and must be on the devices; leave it out"
             )
         responses = r.prompts_per_step * r.num_generations
         if responses % o.mini_batch_size or o.mini_batch_size % r.num_generations:

@@ -226,6 +226,20 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
+def on_host(layout: NamedSharding) -> NamedSharding:
+    """The same layout in the memory of the devices' hosts.
+
+    Raises:
+      ValueError: The devices cannot reach any.
+    """
+    device = next(iter(layout.mesh.devices.flat))
+    if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
+        raise ValueError(
+            f"host_memory: {device.platform} devices have no pinned_host memory; leave it out"
+        )
+    return layout.with_memory_kind("pinned_host")
+
+
 def batch_shards(mesh: Mesh | AbstractMesh | None) -> int:
     """Into how many parts the rows of a batch are cut."""
     return 1 if mesh is None else math.prod(mesh.shape[a] for a in BATCH_AXES)

@@ -110,6 +110,7 @@ TAGS: tuple[Tag, ...] = (
     Tag("perf/score_s", "s", "Time spent on the trainer's log-probabilities"),
     Tag("perf/update_s", "s", "Time spent in updates"),
     Tag("perf/sync_s", "s", "Time spent handing weights to the sampler"),
+    Tag("perf/sync_bytes", "bytes", "Weights laid out anew for the sampler, or brought to it"),
     Tag("perf/eval_s", "s", "Time spent in held-out evaluation"),
     Tag("perf/checkpoint_s", "s", "Time the step waited for a checkpoint"),
     Tag("perf/compilations", "compilations", "Compilations since the start; still after warm-up"),

@@ -61,7 +61,11 @@ class Compiled:
 
 
 def compile_update(
-    config: ModelConfig, mesh: Mesh, work: Work, rules: meshes.Rules = meshes.TRAIN_RULES
+    config: ModelConfig,
+    mesh: Mesh,
+    work: Work,
+    rules: meshes.Rules = meshes.TRAIN_RULES,
+    on_host: bool = False,
 ) -> Compiled:
     """Compiles the optimizer step of `rljax.training.update` (GSPO, AdamW) for a mesh.
 
@@ -70,6 +74,7 @@ def compile_update(
       mesh: Of devices at hand or described ones.
       work: The sizes of a step.
       rules: How weights lie on the mesh: logical axis -> mesh axes.
+      on_host: Whether the optimizer's moments wait in the host's memory.
 
     Raises:
       ValueError: The compiler finds that it does not fit, or the batch does not divide.
@@ -83,8 +88,9 @@ def compile_update(
         most_wanted=work.max_completion_length,
         parts=work.parts(mesh),
         replay=config.top_k > 0,
+        on_host=on_host,
     )
-    state = states.abstract(config, optimizer, OBJECTIVE, mesh, rules=rules)
+    state = states.abstract(config, optimizer, OBJECTIVE, mesh, rules=rules, on_host=on_host)
     layout = meshes.batch_sharding(mesh)
     rows = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),

@@ -32,6 +32,7 @@ class Plan(Tables):
       update_time: Of one optimizer step.
       rollout_time: Of a rollout batch.
       updates: Optimizer steps of a rollout batch.
+      on_host: Bytes per device that wait in its host's memory.
     """
 
     topology: Topology
@@ -41,6 +42,7 @@ class Plan(Tables):
     update_time: Roofline
     rollout_time: Roofline
     updates: int
+    on_host: int
 
     @property
     def arguments(self) -> dict[str, int]:
@@ -92,6 +94,8 @@ class Plan(Tables):
         ]
         sums = [sum(phase.values()) for phase in (self.update, self.rollout)]
         held.append(("all", *map(size, sums)))
+        if self.on_host:
+            held.append(("in the host's memory", *[size(self.on_host)] * 2))
         held.append(("fits", *("yes" if n <= chip.memory else "NO" for n in sums)))
         where = ", ".join(f"{name}={n}" for name, n in layout.mesh.items()) or "one device"
         times = (("update", self.update_time), ("rollout batch", self.rollout_time))
@@ -126,6 +130,7 @@ def plan(
     work: Work,
     train_rules: meshes.Rules = meshes.TRAIN_RULES,
     rollout_rules: meshes.Rules = meshes.ROLLOUT_RULES,
+    on_host: bool = False,
 ) -> Plan:
     """Plans the training of a model; nothing is allocated.
 
@@ -136,12 +141,16 @@ def plan(
       work: The sizes of a step.
       train_rules: How weights lie on the mesh in the update: logical axis -> mesh axes.
       rollout_rules: How they do while sampling.
+      on_host: Whether the optimizer's moments wait in the host's memory; the time that they travel
+        is not counted, nor the room of those that do.
 
     Raises:
       ValueError: Parameters, batch, slots or pages do not divide over the mesh.
     """
     layout = describe(mesh, config, work, train_rules)
     placed, totals = layout.rows, layout.totals
+    waiting = totals["optimizer moments"] if on_host else 0
+    totals["optimizer moments"] -= waiting
     kept = {kind: totals[kind] for kind in KEPT}
     rows = rows_bytes(config, work) // meshes.batch_shards(mesh)
     pool = {"KV pool": memory.kv_pool(mesh, config, work)}
@@ -160,4 +169,5 @@ def plan(
             chip, mesh, config, work, placed, sampler or totals["master weights"], rollout_rules
         ),
         updates=work.updates,
+        on_host=waiting,
     )

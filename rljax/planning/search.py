@@ -21,6 +21,7 @@ def search(
     work: Work,
     train_rules: meshes.Rules = meshes.TRAIN_RULES,
     rollout_rules: meshes.Rules = meshes.ROLLOUT_RULES,
+    on_host: bool = False,
 ) -> list[Plan]:
     """Plans every mesh of the machine, and keeps those that fit.
 
@@ -28,8 +29,9 @@ def search(
       config: The model.
       topology: The machine.
       work: The sizes of a step.
-      train_rules: As for `plan`, and so `rollout_rules`.
+      train_rules: As for `plan`, and so the others.
       rollout_rules: How weights lie on the mesh while sampling.
+      on_host: Whether the optimizer's moments wait in the host's memory.
 
     Returns:
       Plans by estimated time of a step, then by memory.
@@ -42,7 +44,7 @@ def search(
     for sizes in _factors(topology.num_chips, axes):
         mesh = meshes.make_abstract(topology.num_chips, **sizes)
         try:
-            planned = plan(config, topology, mesh, work, train_rules, rollout_rules)
+            planned = plan(config, topology, mesh, work, train_rules, rollout_rules, on_host)
         except ValueError as error:  # something does not divide
             refusal = str(error)
             continue

@@ -44,6 +44,7 @@ class Engine:
       put_back: How many sequences were put back for want of pages, so far.
       prefix_hits: How many tokens of prompts were found in cached pages, so far.
       steps: How many decode steps were run, so far (summed over shards).
+      moved: Bytes of weights that the last `load` laid out anew or brought from other devices.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Engine:
         self.top_logprobs = top_logprobs
         self.version = -1
         self.steps = 0
+        self.moved = 0
         self._rules = rules
         self._detokenize = detokenize
         self._stop_ids = stop_ids
@@ -236,16 +238,18 @@ class Engine:
                 isinstance(x, jax.Array) and x.sharding.device_set == set(mesh.devices.flat)
             )
 
+        self.moved = 0
         if all(jax.tree.leaves(jax.tree.map(same, params, wanted))):
             return params
         started = time.perf_counter()
         near = all(map(here, jax.tree.leaves(params)))
         params = self._convert(params) if near else handover.move(params, wanted)
         jax.block_until_ready(params)
-        _log.info(
+        self.moved = sum(x.nbytes for x in jax.tree.leaves(params))
+        _log.debug(
             "version %d: %d bytes of weights %s in %.3f s",
             version,
-            sum(x.nbytes for x in jax.tree.leaves(params)),
+            self.moved,
             "laid out for sampling" if near else "brought from other devices",
             time.perf_counter() - started,
         )

@@ -159,7 +159,8 @@ def score(run: Run, groups: list[ScoredGroup], clock: Clock) -> Batch:
             if scores.router is not None:
                 clock.values |= scores.router.metrics()
         if run.reference is not None:
-            batch = batch.replace(ref_logp=run.score(run.reference, batch, shared).logp)
+            reference = jax.device_put(run.reference, jax.memory.Space.Device)
+            batch = batch.replace(ref_logp=run.score(reference, batch, shared).logp)
         if run.teacher is not None:
             batch = batch.replace(teacher_logp=run.teacher(batch, shared))
         if run.state.critic is not None:
@@ -239,6 +240,7 @@ def hand_over(run: Run, clock: Clock) -> None:
     run.progress.step += 1
     with clock.measure("perf/sync_s"):
         run.engine.load(run.weights(), version=run.progress.step)
+    clock.values["perf/sync_bytes"] = run.engine.moved
 
 
 def watch(

@@ -222,7 +222,8 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
         checkpoints = Checkpoints(directory / "checkpoints", config.run.keep_checkpoints)
         stack.callback(checkpoints.close)
         lora = _lora(config)
-        shapes = states.abstract(policy.model, optimizer, objective, mesh, lora, rules)
+        on_host = "optimizer" in config.model.host_memory
+        shapes = states.abstract(policy.model, optimizer, objective, mesh, lora, rules, on_host)
         found = checkpoints.restore(shapes)
         if found is None:
             params, base = policy.initial(), None
@@ -230,7 +231,7 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
             if lora is not None:
                 key = jax.random.key(config.run.seed)
                 params, base = models.init_adapters(key, policy.model, lora, mesh, rules), params
-            state = states.create(params, optimizer, objective, mesh, critic)
+            state = states.create(params, optimizer, objective, mesh, critic, on_host)
             state = dataclasses.replace(state, base=base)
             progress = Progress()
         else:
@@ -288,6 +289,7 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
                 seed=config.run.seed,
                 lora=lora,
                 bias_rate=config.optimizer.router_bias_update_rate,
+                on_host=on_host,
             ),
             merge=jax.jit(lambda state: state.weights(lora)),
             learning_rate=states.learning_rate(config.optimizer, config.updates),
@@ -346,6 +348,11 @@ def freeze_start(run: Run) -> None:
         lean = jax.eval_shape(lambda p: models.for_compute(p, run.model), target)
         target = jax.tree.map(
             lambda x, d: jax.ShapeDtypeStruct(x.shape, d.dtype, sharding=x.sharding), target, lean
+        )
+    if "reference" in run.config.model.host_memory:
+        target = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=meshes.on_host(x.sharding)),
+            target,
         )
     if not run.restored:
         whole = run.state.whole

@@ -143,14 +143,27 @@ def create(
     objective: L.Objective,
     mesh: Mesh,
     critic: Params | None = None,
+    on_host: bool = False,
 ) -> TrainState:
-    """A fresh state around float32 weights; moments are laid out like their weights."""
+    """A fresh state around float32 weights; moments are laid out like their weights.
+
+    Args:
+      params: The weights.
+      optimizer: What updates them.
+      objective: What is minimised; some remember something from step to step.
+      mesh: Where the weights lie.
+      critic: The critic's weights, where the objective has one.
+      on_host: Whether moments wait in the host's memory between updates.
+
+    Raises:
+      ValueError: The devices have no such memory.
+    """
 
     def build(params: Params, critic: Params | None) -> TrainState:
         return _fresh(params, critic, optimizer, objective)
 
     shapes = jax.eval_shape(build, params, critic)
-    out = state_shardings(shapes, jax.tree.map(lambda x: x.sharding, params), mesh)
+    out = state_shardings(shapes, jax.tree.map(lambda x: x.sharding, params), mesh, on_host)
     return jax.jit(build, out_shardings=out)(params, critic)
 
 
@@ -161,6 +174,7 @@ def abstract(
     mesh: Mesh,
     lora: models.Lora | None = None,
     rules: meshes.Rules = meshes.TRAIN_RULES,
+    on_host: bool = False,
 ) -> TrainState:
     """The state's shapes and shardings, to restore a checkpoint into; without `base`."""
     critic = models.abstract_critic(config) if objective.critic is not None else None
@@ -169,22 +183,38 @@ def abstract(
         params = models.abstract_adapters(config, lora)
         layout = models.adapter_shardings(config, lora, mesh, rules)
     shapes = jax.eval_shape(lambda p, c: _fresh(p, c, optimizer, objective), params, critic)
-    shardings = state_shardings(shapes, layout, mesh)
+    shardings = state_shardings(shapes, layout, mesh, on_host)
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )
 
 
-def state_shardings(state: TrainState, params: Params, mesh: Mesh) -> TrainState:
-    """Shardings of a whole state: parameter-shaped parts like the parameters, the rest whole."""
+def state_shardings(
+    state: TrainState, params: Params, mesh: Mesh, on_host: bool = False
+) -> TrainState:
+    """Shardings of a whole state: parameter-shaped parts like the parameters, the rest whole.
+
+    With `on_host`, moments are in the host's memory; refusals are those of `meshes.on_host`.
+    """
     whole = meshes.replicated(mesh)
     structure: Any = jax.tree.structure(params)
 
     def is_params(tree: Any) -> bool:
         return jax.tree.structure(tree) == structure
 
-    return jax.tree.map(
+    laid = jax.tree.map(
         lambda part: params if is_params(part) else jax.tree.map(lambda _: whole, part),
         state,
         is_leaf=is_params,
     )
+    if not on_host:
+        return laid
+    moments = jax.tree.map(
+        lambda x, s: meshes.on_host(s) if x.ndim else s, state.opt_state, laid.opt_state
+    )
+    return dataclasses.replace(laid, opt_state=moments)
+
+
+def move_moments(opt_state: Any, space: Any) -> Any:
+    """Puts an optimizer's arrays into a `jax.memory.Space`; counts stay where they are."""
+    return jax.tree.map(lambda x: jax.device_put(x, space) if x.ndim else x, opt_state)

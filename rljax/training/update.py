@@ -18,7 +18,7 @@ from rljax import models
 from rljax.batch import Batch, Rows
 from rljax.models import ModelConfig, Params
 from rljax.rollouts.shared_prompts import plan_sharing, share_batch, unshare
-from rljax.training.state import TrainState, policy_weights
+from rljax.training.state import TrainState, move_moments, policy_weights
 
 
 @struct.dataclass
@@ -239,6 +239,7 @@ def make_update(
     seed: int = 0,
     lora: models.Lora | None = None,
     bias_rate: float = 0.0,
+    on_host: bool = False,
 ) -> Callable[[TrainState, Rows], tuple[TrainState, dict[str, Any], RouterSums | None]]:
     """One optimizer step as one jitted function; the state is donated.
 
@@ -256,6 +257,7 @@ def make_update(
       seed: For the terms of the objective that choose tokens at random.
       lora: The adapters that are trained; None: the weights themselves.
       bias_rate: By how much the routers' correction biases follow the load; 0: they stay.
+      on_host: Whether the optimizer's moments come from the host's memory, and go back there.
 
     Returns:
       (state, rows) -> (state, mergeable metrics, router sums).
@@ -353,7 +355,10 @@ def make_update(
         norm = optax.global_norm(grads)
         some = rows.trains
         good = jnp.isfinite(norm) & jnp.isfinite(value) & some
-        changes, opt_state = optimizer.update(grads, state.opt_state, state.trained)
+        before = state.opt_state
+        if on_host:
+            before = move_moments(before, jax.memory.Space.Device)
+        changes, opt_state = optimizer.update(grads, before, state.trained)
         new = optax.apply_updates(state.trained, changes)
         params, critic = new if with_critic else (new, None)
         if bias_rate:
@@ -362,13 +367,16 @@ def make_update(
         def choose(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
 
+        opt_state = choose(opt_state, before)
+        if on_host:
+            opt_state = move_moments(opt_state, jax.memory.Space.Host)
         state = dataclasses.replace(
             state,
             step=state.step + 1,
             base=None,
             params=choose(params, state.params),
             critic=choose(critic, state.critic),
-            opt_state=choose(opt_state, state.opt_state),
+            opt_state=opt_state,
             objective=choose(objective.update_state(state.objective, stats), state.objective),
             skipped=state.skipped + ~good,
             skipped_in_row=jnp.where(good, 0, state.skipped_in_row + 1),

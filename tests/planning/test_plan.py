@@ -118,6 +118,18 @@ def test_experts_over_more_axes_while_sampling():
     assert wide.rollout_time.compute == narrow.rollout_time.compute
 
 
+def test_moments_on_the_host():
+    machine = planning.Topology.parse("v5p:8")
+    given = CONFIG, machine, meshes.make_abstract(8, fsdp=8), WORK
+    here, there = planning.plan(*given), planning.plan(*given, on_host=True)
+    moments = here.layout.totals["optimizer moments"]
+    assert (here.on_host, there.on_host) == (0, moments)
+    for phase in ("update", "rollout"):
+        assert sum(getattr(here, phase).values()) - sum(getattr(there, phase).values()) == moments
+    assert here.arguments["train"] - there.arguments["train"] == moments
+    assert "in the host's memory" in str(there)
+
+
 def test_times_by_hand():
     """A dense model, whose operations are 2 for each active weight and token."""
     config = models.PRESETS["qwen2.5-7b"]()

@@ -49,13 +49,14 @@ def test_a_sampler_on_other_devices_draws_the_same(mixture, apart, prompts, capl
         return [r for group in groups for r in group]
 
     here = jax.device_put(params, models.shardings(config, samples, meshes.ROLLOUT_RULES))
-    with caplog.at_level(logging.INFO, "rljax.sampling.engine"):
+    with caplog.at_level(logging.DEBUG, "rljax.sampling.engine"):
         engine.load(here, version=0)
         expected = responses()
-        assert not caplog.records  # they lay as they should
+        assert engine.moved == 0 and not caplog.records  # they lay as they should
         engine.load(jax.device_put(params, models.shardings(config, trains)), version=1)
         (record,) = caplog.records
     size = 4 * models.count(config)
+    assert engine.moved == size
     assert f"version 1: {size} bytes of weights brought from other devices" in record.message
     for got, want in zip(responses(), expected, strict=True):
         np.testing.assert_array_equal(got.tokens, want.tokens)

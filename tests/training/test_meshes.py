@@ -30,7 +30,8 @@ CONFIG = models.ModelConfig(
     tuple(models.Stack((models.Block(ATTENTION, f),), 1) for f in (models.Dense(24), MIXTURE)),
     remat=True,
 )
-# Each axis alone, and together; with other ways of the same step by the way.
+# Each axis alone, and together; with other ways of the same step by the way, such as moments that
+# wait in the host's memory.
 MESHES = {
     "data=2": {},
     "fsdp=4": {},
@@ -38,7 +39,7 @@ MESHES = {
     "tensor=2": {},
     "context=2": {},
     "fsdp=2,expert=2": {"expert_exchange": "all_to_all"},
-    "fsdp=2,tensor=2": {"parts": 2},
+    "fsdp=2,tensor=2": {"parts": 2, "on_host": True},
     "expert=2,tensor=2": {},
     "fsdp=2,context=2": {},
     "data=2,fsdp=2,expert=2": {},
@@ -99,18 +100,26 @@ def rows():
     return jax.device_get(jax.jit(OBJECTIVE.prepare)(make_batch())[0])
 
 
-def train(weights, rows, mesh, parts=1, expert_exchange=None):
+def train(weights, rows, mesh, parts=1, expert_exchange=None, on_host=False):
     """The state, metrics and router sums after one AdamW step."""
     config = dataclasses.replace(CONFIG, expert_exchange=expert_exchange)
     settings = OptimizerSettings(learning_rate=1e-2, warmup_steps=1, max_grad_norm=1e9)
     optimizer = states.make_optimizer(settings, 100)
     params = jax.device_put(weights, models.shardings(config, mesh))
-    state = states.create(params, optimizer, OBJECTIVE, mesh)
+    state = states.create(params, optimizer, OBJECTIVE, mesh, on_host=on_host)
     update = updates.make_update(
-        config, OBJECTIVE, optimizer, temperature=0.8, most_wanted=8, parts=parts, replay=True
-    )
+        config, OBJECTIVE, optimizer, temperature=0.8, most_wanted=8, parts=parts, replay=True,
+        on_host=on_host,
+    )  # fmt: skip
+
+    def memories(state):
+        return {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state) if x.ndim}
+
+    kind = {"pinned_host" if on_host else "device"}
+    assert memories(state) == kind
     with jax.set_mesh(mesh):
         state, stats, sums = update(state, meshes.shard_rows(rows, mesh))
+    assert memories(state) == kind
     return state, L.finish(stats), sums
 
 
@@ -142,7 +151,7 @@ def test_training_equals_one_device(weights, rows, alone, flag):
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
     np.testing.assert_array_equal(router.load, sums.load)
     # The first moment is a tenth of the gradient.
-    gradients, expected = got.opt_state[1][0].mu, state.opt_state[1][0].mu
+    gradients, expected = (jax.device_get(s.opt_state[1][0].mu) for s in (got, state))
     for (path, a), b, p, q in zip(
         jax.tree_util.tree_leaves_with_path(gradients),
         *(jax.tree.leaves(t) for t in (expected, got.params, state.params)),
