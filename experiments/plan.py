@@ -1,6 +1,7 @@
-"""Plans the training of a model on chips that need not be at hand.
+r"""Plans the training of a model on chips that need not be at hand.
 
-    python -m experiments.plan --model deepseek-v3 --topology v5p:8x8x16 --mesh fsdp=64,expert=16
+    python -m experiments.plan --model deepseek-v3 --topology v5p:8x8x16 \
+        --mesh data=2,fsdp=32,expert=8,tensor=2 --rollout_rules experts=fsdp+expert
     python -m experiments.plan --model qwen3-30b-a3b --topology h100:64 --search
     python -m experiments.plan --model tiny-moe --topology v5p:2x2x2 --mesh fsdp=8 --compile
 

@@ -49,10 +49,13 @@ def test_the_train_step_agrees_with_the_estimate():
     assert compiled.total == compiled.arguments + compiled.temporaries + (
         compiled.outputs - compiled.aliases
     )
-    # CPUs gather weights in float32, and this dispatch of experts sends more than it must.
+    # CPUs gather weights in float32.
     sent = sum(c.bytes for c in compiled.collectives)
     assert sent > sum(c.bytes for c in plan.layout.collectives)
     assert {"all-gather", "all-reduce"} <= {c.kind for c in compiled.collectives}
+    # Of the sum of experts' gradients each device is given its part.
+    given = [c for c in compiled.collectives if (c.kind, c.axis) == ("reduce-scatter", "fsdp")]
+    assert given and "feed_forward" in given[0].why
     text = str(Compared(plan, compiled))
     for part in ("train step: compiled in", "arguments", "largest temporaries", "feed_forward"):
         assert part in text
@@ -89,6 +92,9 @@ def test_described_chips():
     assert train.arguments == pytest.approx(plan.arguments["train"], rel=0.02)
     assert train.peak > train.arguments
     assert any(c.kind == "reduce-scatter" for c in train.collectives)
+    waiting = compile_update(config, mesh, WORK, on_host=True)
+    moments = plan.layout.totals["optimizer moments"]
+    assert train.arguments - waiting.arguments == pytest.approx(moments, rel=0.02)
     decode = compile_decode(config, mesh, WORK)
     assert decode.arguments == pytest.approx(plan.arguments["decode"], rel=0.02)
     with pytest.raises(ValueError, match="topology='v5p:3x3': libtpu knows no such slice"):

@@ -176,6 +176,7 @@ def test_search_ranks_what_fits():
     assert all(p.layout.mesh.get("expert", 1) <= 4 for p in plans)
     best = plans[0].layout.mesh
     assert ",".join(f"{k}={v}" for k, v in best.items()) in str(planning.ranking(plans))
+    assert any("context" in p.layout.mesh for p in plans)
     dense = planning.search(models.PRESETS["speed-s"](), machine, WORK)
     assert all("expert" not in p.layout.mesh for p in dense)
 
@@ -212,7 +213,10 @@ def test_the_command_prints_a_plan(monkeypatch, capsys):
     assert status == 0
     for part in ("stacks/0/0/attention/q", "on 8 v5e (fsdp=4, expert=2)", "KV pool", "bound by"):
         assert part in out
-    status, out, _ = run(monkeypatch, capsys, *flags[:2], "--search")
+    rules = "--rollout_rules=experts=fsdp+expert"
+    status, wide, _ = run(monkeypatch, capsys, *flags[:2], "--mesh=fsdp=2,expert=4", rules)
+    assert status == 0 and wide != out
+    status, out, _ = run(monkeypatch, capsys, *flags[:2], "--search", "--moments_on_host")
     assert status == 0 and "meshes fit; the fastest by estimate" in out
 
 
@@ -229,6 +233,7 @@ def test_the_command_prints_a_plan(monkeypatch, capsys):
             "32 responses of an update do not divide over data×fsdp×expert = 1024",
         ),
         ("--mesh=data=1024 --slots=1", "do not divide over data×fsdp×expert = 1024"),
+        ("--rollout_rules=experts=row", "rules flag 'experts=row': mesh axis 'row' is unknown"),
         ("--dtype=int8", "dtype"),
     ],
 )
