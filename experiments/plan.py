@@ -32,6 +32,8 @@ class Flags:
     """Of activations and matmul inputs."""
     remat: bool = True
     """Recompute each layer's activations in the backward pass."""
+    expert_exchange: Literal["gather", "all_to_all"] | None = None
+    """How tokens meet experts of other devices; unset: as moves less."""
     layout: bool = False
     """Print every parameter with its shard too."""
     search: bool = False
@@ -61,7 +63,10 @@ def main() -> int:
             names = ", ".join(models.PRESETS)
             raise ValueError(f"model={flags.model!r} is unknown; the models are {names}")
         config = dataclasses.replace(
-            models.PRESETS[flags.model](), dtype=flags.dtype, remat=flags.remat
+            models.PRESETS[flags.model](),
+            dtype=flags.dtype,
+            remat=flags.remat,
+            expert_exchange=flags.expert_exchange,
         )
         topology = planning.Topology.parse(flags.topology)
         if flags.search:

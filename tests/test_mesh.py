@@ -151,6 +151,11 @@ def test_every_parameter_has_a_rule_and_a_shard():
     ):
         with pytest.raises(ValueError, match=message):
             models.shardings(CONFIG, meshes.make(**sizes))
+    attention = models.LatentAttention(4, None, 8, nope_dim=4, rope_dim=4, value_dim=4)
+    block = models.Block(attention, models.Dense(8))
+    latent = models.ModelConfig(64, 16, (models.Stack((block,), 1),))
+    with pytest.raises(ValueError, match=r"axis 'heads' of size 4 .* tensor=8; .* it: tensor=4$"):
+        models.shardings(latent, meshes.make(tensor=8))
     twice = {**meshes.TRAIN_RULES, "mlp": "fsdp"}
     with pytest.raises(ValueError, match="feed_forward/down: mesh axis 'fsdp' would split two dim"):
         models.shardings(CONFIG, meshes.make(fsdp=4, tensor=2), twice)

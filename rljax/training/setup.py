@@ -441,12 +441,15 @@ class _Policy:
     @classmethod
     def open(cls, config: Config, mesh: Mesh) -> _Policy:
         name, dtype = config.model.model, config.model.compute_dtype
+        ways: Any = {
+            "remat": config.model.remat,
+            "expert_exchange": config.model.expert_exchange,
+        }
         path = model_path(name)
         if path.exists():
             tokenizer: Any = load_tokenizer(path)
             model, params = models.from_pretrained(path, jnp.float32, mesh, compute_dtype=dtype)
-            model = dataclasses.replace(model, remat=config.model.remat)
-            return cls(model, tokenizer, lambda _: params)
+            return cls(dataclasses.replace(model, **ways), tokenizer, lambda _: params)
         if name not in models.PRESETS:
             raise ValueError(
                 f"model={name!r} is neither a folder or .gguf file nor one of smollm2, "
@@ -454,10 +457,7 @@ class _Policy:
             )
         tokenizer = CharTokenizer(_alphabet(config))
         model = dataclasses.replace(
-            models.PRESETS[name](),
-            vocab_size=tokenizer.vocab_size,
-            dtype=dtype,
-            remat=config.model.remat,
+            models.PRESETS[name](), vocab_size=tokenizer.vocab_size, dtype=dtype, **ways
         )
         key = jax.random.key(config.run.seed)
         return cls(model, tokenizer, lambda mesh: models.init(key, model, mesh=mesh))

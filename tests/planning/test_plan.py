@@ -124,8 +124,8 @@ def test_times_by_hand():
 def test_deepseek_v3_on_a_thousand_chips():
     plan = make("v5p:8x8x16", DEEPSEEK, planning.Work(), fsdp=64, expert=16)
     assert round(plan.layout.parameters / 1e9) == 671
-    # XLA's arguments for this mesh are 10.95 GB.
-    assert plan.arguments["train"] == pytest.approx(10.95e9, rel=0.005)
+    # XLA's arguments for this mesh are 10.90 GB.
+    assert plan.arguments["train"] == pytest.approx(10.90e9, rel=0.005)
     assert sum(plan.update.values()) < plan.topology.chip.memory
     assert not plan.fits  # the sampler's weights are split over `expert` only
     assert "NO" in str(plan)

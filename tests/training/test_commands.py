@@ -11,9 +11,12 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.flags import parse
+from rljax import mesh as meshes
 from rljax import models
 from rljax.config import PRESETS, Config
 from rljax.data import CharTokenizer
+from rljax.training import setup
 
 sys.path.insert(0, str(Path(__file__).parent))
 from runs import ROOT, command
@@ -103,6 +106,27 @@ def test_a_kept_support_is_trained_under(base, tmp_path):
     rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(r["mismatch/logp_diff_max"] < 1e-5 for r in rows[1:])
     assert rows[1]["policy/entropy"] <= np.log(6)
+
+
+def test_a_run_on_a_mesh_exchanges_tokens_as_asked(base, tmp_path):
+    """Sampling and training on other layouts agree as they do on one device."""
+    process = command(
+        tmp_path / "run", f"--data={base}/data.jsonl", "--sft_target=0", "--steps=1",
+        "--warmup_steps=1", "--mesh=expert=2,context=2", "--expert_exchange=all_to_all",
+        devices=4,
+    )  # fmt: skip
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows] == [0, 1]
+    assert rows[1]["mismatch/logp_diff_max"] < 1e-5
+
+
+def test_settings_of_the_model_reach_it():
+    flags = ["--expert_exchange=all_to_all", "--remat=True", "--compute_dtype=bfloat16"]
+    _, config = parse(flags, "train")
+    found = setup._Policy.open(config, meshes.make(fsdp=8)).model
+    assert (found.expert_exchange, found.remat, found.dtype) == ("all_to_all", True, "bfloat16")
 
 
 def test_distillation_moves_the_policy_to_its_teacher(base, tmp_path):
