@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 Backend = Literal["ragged", "blocks"]
+
+_LARGEST_BLOCK = 512
 
 
 def default_backend() -> Backend:
@@ -26,11 +28,8 @@ def default_backend() -> Backend:
     return "blocks" if platform == "cpu" else "ragged"
 
 
-class Dot(Protocol):
-    """Multiplies each row by its group's matrix and adds its group's bias."""
-
-    def __call__(self, x: Array, weights: Array, bias: Array | None = None, /) -> Array: ...
-
+Dot = Callable[..., Array]
+"""`dot(x, weights, bias=None)`: each row times its group's matrix, plus its group's bias."""
 
 Stage = Callable[[Dot, Any, Any], Any]
 """`stage(dot, value, params)`: the next value of each row, from its value and its group's
@@ -163,16 +162,14 @@ def layout(
     if backend != "blocks":
         raise ValueError(f"grouped_matmul backend {backend!r} is unknown; use 'ragged' or 'blocks'")
     expected, largest = rows if expected is None else expected, min(largest or rows, rows)
-    # Groups that chance makes larger than their mean mostly fit, too.
     mean = expected / groups
-    block = max(1, min(_LARGEST_BLOCK, -(-math.ceil(mean + 3 * mean**0.5) // 8) * 8, largest))
-    first = 2 * expected >= groups
+    # Groups that chance makes larger than their mean mostly fit in one block, too.
+    fits = -(-math.ceil(mean + 3 * mean**0.5) // 8) * 8
+    block = max(1, min(fits, largest, _LARGEST_BLOCK))
+    first = mean >= 0.5  # else most groups are empty
     each = -(-largest // block) - first  # blocks of a group behind the first ones, at most
     behind = min(rows // block if first else min(rows, rows // block + groups), groups * each)
     return Layout(groups, (groups * first + behind) * block, block, first)
-
-
-_LARGEST_BLOCK = 512
 
 
 def grouped(
@@ -186,14 +183,14 @@ def grouped(
 
     Args:
       stages: Functions known by identity: the same ones in every call, or each call compiles.
-      x: Rows laid out by `laid.places`; places that hold no row are 0.
+      x: Rows laid out by `laid.places`; places that hold no row have any finite value.
       params: Pytree of arrays [E, ...].
       group_sizes: Rows of each group, int32.
       laid: The layout.
 
     Returns:
-      The last stage's values, laid out alike; places that hold no row have any finite value, and
-      are to get gradients of 0. An empty group's parameters get a gradient of exactly 0.
+      The last stage's values, laid out alike; the gradients of places that hold no row are to be
+      0. An empty group's parameters get a gradient of exactly 0.
 
     Raises:
       ValueError: x has not the layout's rows.
@@ -223,14 +220,15 @@ def _dot(x: Array, weights: Array, bias: Array | None = None) -> Array:
 def _over_blocks(
     stages: tuple[Stage, ...], x: Array, params: Any, sizes: Array, laid: Layout
 ) -> Array:
-    return _blocks_forward(stages, x, params, sizes, laid)[0]
+    return _blocks_forward(stages, x, params, sizes, laid, kept=len(stages) - 1)[0]
 
 
-def _loop(laid: Layout, sizes: Array, turn: Callable, init: Any, *like: Any) -> Any:
-    """Carries `init` through `turn(carry, block, group)` of the used blocks behind the first ones.
+def _over_groups(laid: Layout, sizes: Array, turn: Callable, init: Any, *like: Any) -> Any:
+    """Carries `init` through `turn(carry, group, start, stop)` of the groups that need it.
 
-    A loop reads each group's matrices where they lie, where one batched product would first copy
-    them for every block there could be.
+    Those are the groups with blocks behind the first ones, from `start` on and below `stop`. A loop
+    takes each group's matrices once, where one batched product would first copy them for every
+    block that there could be.
     """
     # A 0 that inside shard_map counts as differing over the axes over which these do, as the carry
     # of a loop has to.
@@ -238,11 +236,13 @@ def _loop(laid: Layout, sizes: Array, turn: Callable, init: Any, *like: Any) -> 
     nothing = sum(x.astype(jnp.int32) * 0 for x in leaves) + sizes[0] * 0
     init = jax.tree.map(lambda x: x + nothing.astype(x.dtype), init)
     blocks = laid.blocks_behind(sizes)
+    stops, needy = jnp.cumsum(blocks), jnp.argsort(blocks == 0, stable=True)
 
     def body(i: Array, carry: Any) -> Any:
-        return turn(carry, i, _group(blocks, i))
+        group = needy[i]
+        return turn(carry, group, stops[group] - blocks[group], stops[group])
 
-    return jax.lax.fori_loop(0, blocks.sum(), body, init)
+    return jax.lax.fori_loop(0, (blocks > 0).sum(), body, init)
 
 
 def _parts(x: Array, laid: Layout) -> tuple[Array, Array]:
@@ -252,37 +252,50 @@ def _parts(x: Array, laid: Layout) -> tuple[Array, Array]:
     return tiles[:head], tiles[head:]
 
 
-def _whole(head: Array | None, behind: Array | None) -> Array:
-    parts = [x.reshape(-1, *x.shape[2:]) for x in (head, behind) if x is not None]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+def _whole(parts: list[Array]) -> Array:
+    """The inverse of `_parts`, of those there are."""
+    rows = [x.reshape(-1, *x.shape[2:]) for x in parts]
+    return rows[0] if len(rows) == 1 else jnp.concatenate(rows)
 
 
 def _run(stages: tuple[Stage, ...], value: Any, params: Any) -> list[Any]:
-    """The value before each stage, and the last."""
-    values = [value]
+    """The values after each stage."""
+    values = []
     for stage in stages:
-        values.append(stage(_dot, values[-1], params))
+        value = stage(_dot, value, params)
+        values.append(value)
     return values
 
 
+def _put(all_: Any, i: Array, one: Any) -> Any:
+    """Each array with its i-th entry replaced."""
+    put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
+    return jax.tree.map(lambda a, o: put(a, o, index=i), all_, one)
+
+
 def _blocks_forward(
-    stages: tuple[Stage, ...], x: Array, params: Any, sizes: Array, laid: Layout
+    stages: tuple[Stage, ...], x: Array, params: Any, sizes: Array, laid: Layout, kept: int = 0
 ) -> tuple[Array, tuple]:
+    """The last values, and with them what backward needs: those from number `kept` on."""
     head, behind = _parts(x, laid)
-    first = later = None
+    first: list[Any] = []
+    later: list[Any] = []
     if laid.first:
-        first = _run(stages, head, params)[1:]
+        first = _run(stages, head, params)[kept:]
     if behind.shape[0]:
 
-        def turn(values: Any, i: Array, group: Array) -> Any:
-            new = _run(stages, behind[i], _of(params, group))[1:]
-            return jax.tree.map(lambda all_, one: all_.at[i].set(one), values, new)
+        def run(i: Array | int, own: Any) -> list[Any]:
+            return _run(stages, behind[i], own)[kept:]
 
-        shapes = jax.eval_shape(lambda: _run(stages, behind[0], _of(params, 0))[1:])
+        def turn(values: Any, group: Array, start: Array, stop: Array) -> Any:
+            own = _of(params, group)
+            return jax.lax.fori_loop(start, stop, lambda i, v: _put(v, i, run(i, own)), values)
+
+        shapes = jax.eval_shape(lambda: run(0, _of(params, 0)))
         zeros = jax.tree.map(lambda s: jnp.zeros((len(behind), *s.shape), s.dtype), shapes)
-        later = _loop(laid, sizes, turn, zeros, x, params)
-    out = _whole(first and first[-1], later and later[-1])
-    return out, (x, first and first[:-1], later and later[:-1], params, sizes)
+        later = _over_groups(laid, sizes, turn, zeros, x, params)
+    out = _whole([values[-1] for values in (first, later) if values])
+    return out, (x, first[:-1], later[:-1], params, sizes)
 
 
 def _of(params: Any, group: Array | int) -> Any:
@@ -303,26 +316,33 @@ def _blocks_backward(
 ) -> tuple[Array, Any, np.ndarray]:
     x, first, later, params, sizes = saved
     (head, behind), (g_head, g_behind) = _parts(x, laid), _parts(g, laid)
-    dx_head = dx_behind = None
+    dx: list[Array] = []
     total = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     if laid.first:
-        dx_head, total = _pull(stages, [head, *first], params, g_head)
+        own, total = _pull(stages, [head, *first], params, g_head)
+        dx.append(own)
     if behind.shape[0]:
 
-        def turn(carry: Any, i: Array, group: Array) -> Any:
+        def turn(carry: Any, group: Array, start: Array, stop: Array) -> Any:
+            own = _of(params, group)
+
+            def block(i: Array, carry: Any) -> Any:
+                dx, total = carry
+                values = [behind[i], *(jax.tree.map(lambda v: v[i], value) for value in later)]
+                g, part = _pull(stages, values, own, g_behind[i])
+                return _put(dx, i, g), jax.tree.map(lambda t, p: t + p, total, part)
+
             dx, total = carry
-            values = [behind[i], *(jax.tree.map(lambda v: v[i], value) for value in later)]
-            own, part = _pull(stages, values, _of(params, group), g_behind[i])
-            return dx.at[i].set(own), jax.tree.map(
-                lambda t, p: t.at[group].add(p.astype(t.dtype)), total, part
-            )
+            dx, mine = jax.lax.fori_loop(start, stop, block, (dx, _of(total, group)))
+            return dx, _put(total, group, mine)
 
         # Sums of many blocks are kept in float32.
         total = jax.tree.map(lambda t: t.astype(jnp.float32), total)
         init = jnp.zeros_like(behind), total
-        dx_behind, total = _loop(laid, sizes, turn, init, x, params, g)
+        own, total = _over_groups(laid, sizes, turn, init, x, params, g)
+        dx.append(own)
     total = jax.tree.map(lambda t, p: t.astype(p.dtype), total, params)
-    return _whole(dx_head, dx_behind), total, np.zeros(sizes.shape, jax.dtypes.float0)
+    return _whole(dx), total, np.zeros(sizes.shape, jax.dtypes.float0)
 
 
 _over_blocks.defvjp(_blocks_forward, _blocks_backward)

@@ -337,18 +337,21 @@ def _rows_at(x: Array, index: Array) -> Array:
 _pick_rows.defvjp(_pick_forward, _pick_backward)
 
 
+@jax.custom_vjp
 def _gather_rows(x: Array, index: Array, readers: Array) -> Array:
-    """x[index]; `readers` [N, k] are the output rows of each x row. Out of range is 0, or none."""
+    """x[index], its last row for an index out of range.
 
-    @jax.custom_vjp
-    def take(x: Array, index: Array, readers: Array) -> Array:
-        return _rows_at(x, index)
+    `readers` [N, k] are the output rows that read each x row; out of range: nobody.
+    """
+    return x.at[index].get(mode="clip")
 
-    def forward(x: Array, index: Array, readers: Array) -> tuple[Array, Array]:
-        return _rows_at(x, index), readers
 
-    def backward(readers: Array, g: Array) -> tuple[Array, None, None]:
-        return _rows_at(g, readers).astype(jnp.float32).sum(1).astype(g.dtype), None, None
+def _gather_forward(x: Array, index: Array, readers: Array) -> tuple[Array, Array]:
+    return _gather_rows(x, index, readers), readers
 
-    take.defvjp(forward, backward)
-    return take(x, index, readers)
+
+def _gather_backward(readers: Array, g: Array) -> tuple[Array, None, None]:
+    return _rows_at(g, readers).astype(jnp.float32).sum(1).astype(g.dtype), None, None
+
+
+_gather_rows.defvjp(_gather_forward, _gather_backward)
