@@ -53,7 +53,7 @@ class ModelSettings:
     """distillation: a Hugging Face folder, a .gguf file, or smollm2, of the policy's vocabulary."""
     mesh: str = ""
     """Sizes of mesh axes, such as data=2,fsdp=4,expert=2; their product is the number of devices.
-    Empty puts all devices on fsdp. Rows and slots are split over data×fsdp×expert."""
+    Empty puts all devices on fsdp. Rows and slots are split over stage×data×fsdp×expert."""
     expert_exchange: Literal["gather", "all_to_all"] | None = None
     """Mesh axis expert: whether devices show their tokens to all experts, or send each token to the
     devices that hold its own; never changes a result. Unset: what moves less."""

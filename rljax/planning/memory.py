@@ -88,7 +88,8 @@ def kv_pool(mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work) -> int:
     shards = meshes.batch_shards(mesh)
     if work.pages % shards:
         raise ValueError(
-            f"num_pages={work.pages} do not divide over data×fsdp×expert = {shards}; use a multiple"
+            f"num_pages={work.pages} do not divide over stage×data×fsdp×expert = {shards}; use a "
+            "multiple"
         )
     return kv_bytes(config, work.pages * work.page_size) // shards
 
