@@ -137,13 +137,15 @@ def divide(plan: Schedule, layers: Layers, declared: list[Params]) -> tuple[Laye
         spec[place] = meshes.fit(w.shape[place : place + 1], ("fsdp", "stage"))[0]
         return jax.lax.with_sharding_constraint(w, P(*spec))
 
-    if plan.repeats > 1 or plan.layers < layers.count:
-        layers = dataclasses.replace(
-            layers, weights=jax.tree.map(movable, layers.weights, declared)
-        )
-    return (
-        jax.tree.map(lambda a: a[: plan.layers], layers),
-        jax.tree.map(lambda a: a[plan.layers :], layers),
+    parts = tuple(
+        jax.tree.map(lambda a, part=part: a[part], layers)
+        for part in (slice(plan.layers), slice(plan.layers, None))
+    )
+    if plan.repeats == 1 and plan.layers == layers.count:
+        return parts
+    return tuple(
+        dataclasses.replace(part, weights=jax.tree.map(movable, part.weights, declared))
+        for part in parts
     )
 
 
@@ -166,102 +168,129 @@ def run(
     Returns:
       Hidden states, and the outputs of all layers.
     """
-    stage = P(None, "stage")
+    pieces = (plan.repeats, plan.stages, plan.depth)
+    if layers.replay is not None:
+        layers = dataclasses.replace(layers, replay=_cut(plan, layers.replay, 2))
+    layers = jax.tree.map(lambda a: a.reshape(*pieces, *a.shape[1:]), layers)
+    given = jax.tree.map(functools.partial(_cut, plan), (x, rows))
+    whole = jax.tree.map(_to_all_stages, given)
     # Without checks of what varies over stages: with them JAX lays what the nested `shard_map`s
     # keep for the backward pass over stages once more. Every stage has its own of everything that
     # has a gradient, so nothing is left for them to find.
     pipeline = jax.shard_map(
         functools.partial(_run_stage, plan, run_layers),
-        in_specs=(stage, P("stage"), P()),
-        out_specs=(P("stage"), stage),
+        in_specs=(P(None, "stage"), P("stage")),
+        out_specs=(P("stage"), P(None, "stage")),
         axis_names={"stage"},
         check_vma=False,
     )
-    pieces = (plan.repeats, plan.stages, plan.depth)
-    staged = jax.tree.map(lambda a: a.reshape(*pieces, *a.shape[1:]), layers)
-    out, stats = pipeline(staged, x, rows)
-    return out, jax.tree.map(_merge, stats)
+    kept, outputs = pipeline(layers, whole)
+    x = meshes.constrain_rows(_join(plan, _from_first_stage(kept)))
+    if outputs is None:
+        return x, None
+
+    def joined(name: str, a: Array) -> Array:
+        a = _merge(a)
+        if name not in PER_TOKEN:
+            return a
+        return meshes.constrain(_join(plan, a, 2), None, None, meshes.BATCH_AXES, "context")
+
+    return x, {name: joined(name, a) for name, a in outputs.items()}
 
 
 def _run_stage(
-    plan: Schedule, run_layers: Callable[..., Any], layers: Layers, x: Array, rows: Any
+    plan: Schedule, run_layers: Callable[..., Any], layers: Layers, given: Any
 ) -> tuple[Array, Outputs]:
-    """`run` of one stage, which has a part of the rows, and of the layers [repeats, 1, depth, ...].
+    """What one stage does, with its layers [repeats, 1, depth, ...] and all rows.
 
     The first stage keeps all rows between their rounds: it sends each micro-batch on its way and
     takes it in when the last stage has done with it. All stages run the same program, so the
     others do as if, and what they run before the first micro-batch has come is read by nobody.
     """
-    stages, count = plan.stages, plan.micro_batches
+    stages, count, repeats = plan.stages, plan.micro_batches, plan.repeats
     stage = jax.lax.axis_index("stage")
-    last = plan.repeats * count - 1
-
-    def micro_batches(a: Array, axis: int = 0) -> Array:
-        """[stages, rows, ...] to [micro-batches, rows, ...]; rows in turns: none changes device."""
-        turns = a.reshape(*a.shape[: axis + 1], -1, count // stages, *a.shape[axis + 2 :])
-        return _merge(turns.swapaxes(axis + 1, axis + 2), axis)
-
-    def joined(a: Array, axis: int = 0) -> Array:
-        """The inverse."""
-        turns = a.reshape(*a.shape[:axis], stages, -1, *a.shape[axis + 1 :])
-        return _merge(turns.swapaxes(axis + 1, axis + 2), axis + 1)
-
-    def by_stage(a: Array, axis: int = 0) -> Array:
-        return a.reshape(*a.shape[:axis], stages, -1, *a.shape[axis + 1 :])
-
-    rows = jax.tree.map(lambda a: micro_batches(by_stage(a)), rows)
-    kept = micro_batches(meshes.gather(x[None], "stage"))
-    kept = meshes.constrain(kept, None, meshes.BATCH_AXES, "context")
-    layers = jax.tree.map(lambda a: a[:, 0], layers)
-    if layers.replay is not None:
-        layers = dataclasses.replace(layers, replay=micro_batches(by_stage(layers.replay, 3), 3))
-    if plan.repeats == 1:
-        layers = jax.tree.map(lambda a: a[0], layers)
+    last = repeats * count - 1
+    kept, rows = jax.tree.map(lambda a: a[0], given)
+    layers = jax.tree.map(lambda a: a[0, 0] if repeats == 1 else a[:, 0], layers)
 
     def run_piece(x: Array, layers: Layers, rows: Any, number: Array) -> tuple[Array, Outputs]:
         """The number-th of the stage's runs: a piece of its layers, on a micro-batch."""
         piece, micro_batch = number // count, number % count
-        if plan.repeats > 1:
+        if repeats > 1:
             layers = jax.tree.map(lambda a: checkpoint_name(a[piece], "piece"), layers)
         if layers.replay is not None:
             layers = dataclasses.replace(layers, replay=layers.replay[:, :, micro_batch])
         return run_layers(layers, x, jax.tree.map(lambda a: a[micro_batch], rows))
 
-    if plan.repeats > 1:
+    if repeats > 1:
         # A piece of the weights is cut out again for the backward pass, not kept for each turn.
         policy = jax.checkpoint_policies.save_anything_except_these_names("piece")
         run_piece = jax.checkpoint(run_piece, policy=policy)
 
+    def take_in(kept: Array, x: Array, number: Array) -> Array:
+        """What the first stage keeps, with the micro-batch that has come round."""
+        place = number % count
+        return kept.at[place].set(jnp.where(number >= 0, x, kept[place]))
+
     def turn(carry: tuple[Array, Array], t: Array) -> tuple[tuple[Array, Array], Outputs]:
         kept, x = carry
-        kept = _take_in(kept, x, t - stages)
+        kept = take_in(kept, x, t - stages)
         x = jnp.where(stage == 0, kept[t % count], x)
-        x, stats = run_piece(x, layers, rows, jnp.clip(t - stage, 0, last))
+        x, outputs = run_piece(x, layers, rows, jnp.clip(t - stage, 0, last))
         to_next = [(s, (s + 1) % stages) for s in range(stages)]
-        return (kept, jax.lax.ppermute(x, "stage", to_next)), stats
+        return (kept, jax.lax.ppermute(x, "stage", to_next)), outputs
 
-    (kept, x), stats = jax.lax.scan(turn, (kept, jnp.zeros_like(kept[0])), jnp.arange(plan.turns))
-    kept = _take_in(kept, x, jnp.int32(last))
-    # Each stage gets its own rows from the first.
-    out = joined(jax.lax.all_to_all(kept, "stage", 0, 0, tiled=True))[0]
+    start = (kept, jnp.zeros_like(kept[0]))
+    (kept, x), outputs = jax.lax.scan(turn, start, jnp.arange(plan.turns))
+    kept = take_in(kept, x, jnp.int32(last))
 
     def collect(name: str, a: Array) -> Array:
         """Outputs of the turns that were the stage's own, as [repeats, depth, mixtures, ...]."""
         own = jax.lax.dynamic_slice_in_dim(a, stage, last + 1)
-        own = own.reshape(plan.repeats, count, *a.shape[1:])
-        if name not in PER_TOKEN:
-            return own.sum(1)
-        return _merge(joined(jnp.moveaxis(own, 1, 3), 3), 3)
+        own = own.reshape(repeats, count, *a.shape[1:])
+        return jnp.moveaxis(own, 1, 3) if name in PER_TOKEN else own.sum(1)
 
-    return out, None if stats is None else {name: collect(name, a) for name, a in stats.items()}
+    if outputs is not None:
+        outputs = {name: collect(name, a) for name, a in outputs.items()}
+    return kept[None], outputs
 
 
-def _take_in(kept: Array, x: Array, number: Array) -> Array:
-    """What the first stage keeps, with the micro-batch that has come round."""
-    place = number % kept.shape[0]
-    return kept.at[place].set(jnp.where(number >= 0, x, kept[place]))
+def _cut(plan: Schedule, a: Array, axis: int = 0) -> Array:
+    """Rows along a dimension to [micro-batches, rows]; in turns, so that none changes device."""
+    turns = (plan.stages, -1, plan.micro_batches // plan.stages)
+    a = a.reshape(*a.shape[:axis], *turns, *a.shape[axis + 1 :])
+    return _merge(a.swapaxes(axis + 1, axis + 2), axis)
+
+
+def _join(plan: Schedule, a: Array, axis: int = 0) -> Array:
+    """The inverse of `_cut`."""
+    turns = (plan.stages, plan.micro_batches // plan.stages)
+    a = a.reshape(*a.shape[:axis], *turns, *a.shape[axis + 1 :])
+    return _merge(_merge(a.swapaxes(axis + 1, axis + 2), axis), axis)
 
 
 def _merge(a: Array, axis: int = 0) -> Array:
     """Dimension `axis` and the next as one."""
     return a.reshape(*a.shape[:axis], -1, *a.shape[axis + 2 :])
+
+
+def _to_all_stages(a: Array) -> Array:
+    """Micro-batches [M, B, ...] of all stages, for each stage: [stages, M, B, ...]."""
+    spec = meshes.fit(a.shape, "stage", _ROWS, "context")
+    return meshes.map_shards(
+        lambda a: meshes.gather(a, "stage")[None], (spec,), P("stage", None, *spec[1:])
+    )(a)
+
+
+def _from_first_stage(a: Array) -> Array:
+    """[stages, M, B, ...] to each stage's own of the first stage's [M, B, ...]."""
+    spec = meshes.fit(a.shape[1:], "stage", _ROWS, "context")
+    each = a.shape[1] // a.shape[0]
+    return meshes.map_shards(
+        lambda a: jax.lax.all_to_all(a[0], "stage", 0, 0, tiled=True)[:each],
+        (P("stage", None, *spec[1:]),),
+        spec,
+    )(a)
+
+
+_ROWS = tuple(axis for axis in meshes.BATCH_AXES if axis != "stage")
