@@ -234,7 +234,8 @@ class ModelConfig:
       expert_exchange: How tokens meet experts on other devices (see `experts.parallel_experts`);
         None: as moves less.
       pipeline_repeats: On a mesh with stages: how many pieces of its layers, not neighbours, each
-        stage holds of a stack (see `pipeline`). More of them wait less and send more.
+        stage holds of a stack (see `pipeline`). More of them wait less and send more; from two on a
+        piece is recomputed as a whole in the backward pass, whatever `remat` says.
       pipeline_rows: Rows that a device has of a micro-batch in the pipeline, as far as they divide;
         fewer of them wait less, and read the weights more often.
       family: The transformers `model_type` whose weight names it is saved under.

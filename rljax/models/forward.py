@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any, Protocol
@@ -478,6 +479,16 @@ def _run_layers(
     return x, cache, stats
 
 
+def _run_rows(
+    stack: Stack, config: ModelConfig, layers: Layers, x: Array, rows: tuple[Any, ...]
+) -> tuple[Array, Outputs]:
+    """`_run_layers` where nothing but rows and layers is told, as in a pipeline."""
+    positions, counted, *places = rows
+    attend = full_attention(*places)
+    x, _, stats = _run_layers(stack, config, layers, x, positions, counted, attend, None, 0)
+    return x, stats
+
+
 def hidden_states(
     params: Params,
     config: ModelConfig,
@@ -527,21 +538,18 @@ def hidden_states(
                 stack.repeats, mixtures, *part.shape[:2], part.shape[3]
             )
         left, outputs = Layers(weights, replay, loads), []
-        run = functools.partial(_run_layers, stack, config)
         schedule = pipeline.schedule_here(stack.repeats, x.shape, config)
         if schedule is not None and isinstance(attend, FullAttention):
-
-            def run_some(layers: Layers, x: Array, rows: Any, run=run) -> tuple[Array, Outputs]:
-                positions, counted, *places = rows
-                x, _, stats = run(layers, x, positions, counted, full_attention(*places), None, 0)
-                return x, stats
-
+            inner = dataclasses.replace(config, remat=config.remat and not schedule.recomputed)
             rows = (positions, counted, attend.positions, attend.segments, attend.prefix)
             piped, left = pipeline.divide(schedule, left, declared)
-            x, stats = pipeline.run(schedule, run_some, piped, x, rows)
+            run_rows = functools.partial(_run_rows, stack, inner)
+            x, stats = pipeline.run(schedule, run_rows, piped, x, rows)
             outputs.append(stats)
         if left.count:
-            x, cache, stats = run(left, x, positions, counted, attend, cache, layer)
+            x, cache, stats = _run_layers(
+                stack, config, left, x, positions, counted, attend, cache, layer
+            )
             outputs.append(stats)
         found += [
             jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stats)

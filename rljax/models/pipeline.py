@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -53,6 +52,14 @@ class Schedule:
     def turns(self) -> int:
         """How often each stage runs a piece, or waits as long."""
         return self.repeats * self.micro_batches + self.stages - 1
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether a piece is recomputed as a whole in the backward pass.
+
+        Where a stage holds several, each turn would keep a copy of its piece's weights otherwise.
+        """
+        return self.repeats > 1
 
     @property
     def bubble(self) -> float:
@@ -217,15 +224,13 @@ def _run_stage(
         """The number-th of the stage's runs: a piece of its layers, on a micro-batch."""
         piece, micro_batch = number // count, number % count
         if repeats > 1:
-            layers = jax.tree.map(lambda a: checkpoint_name(a[piece], "piece"), layers)
+            layers = jax.tree.map(lambda a: a[piece], layers)
         if layers.replay is not None:
             layers = dataclasses.replace(layers, replay=layers.replay[:, :, micro_batch])
         return run_layers(layers, x, jax.tree.map(lambda a: a[micro_batch], rows))
 
-    if repeats > 1:
-        # A piece of the weights is cut out again for the backward pass, not kept for each turn.
-        policy = jax.checkpoint_policies.save_anything_except_these_names("piece")
-        run_piece = jax.checkpoint(run_piece, policy=policy)
+    if plan.recomputed:
+        run_piece = jax.checkpoint(run_piece)
 
     def take_in(kept: Array, x: Array, number: Array) -> Array:
         """What the first stage keeps, with the micro-batch that has come round."""
