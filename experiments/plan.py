@@ -34,6 +34,10 @@ class Flags:
     """Recompute each layer's activations in the backward pass."""
     expert_exchange: Literal["gather", "all_to_all"] | None = None
     """How tokens meet experts of other devices; unset: as moves less."""
+    pipeline_repeats: int = 1
+    """Pieces of its layers that each stage holds of equal layers."""
+    pipeline_rows: int = 1
+    """Rows that a device has of a micro-batch on its way through the stages."""
     layout: bool = False
     """Print every parameter with its shard too."""
     search: bool = False
@@ -67,6 +71,8 @@ def main() -> int:
             dtype=flags.dtype,
             remat=flags.remat,
             expert_exchange=flags.expert_exchange,
+            pipeline_repeats=flags.pipeline_repeats,
+            pipeline_rows=flags.pipeline_rows,
         )
         topology = planning.Topology.parse(flags.topology)
         if flags.search:

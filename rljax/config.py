@@ -53,10 +53,16 @@ class ModelSettings:
     """distillation: a Hugging Face folder, a .gguf file, or smollm2, of the policy's vocabulary."""
     mesh: str = ""
     """Sizes of mesh axes, such as data=2,fsdp=4,expert=2; their product is the number of devices.
-    Empty puts all devices on fsdp. Rows and slots are split over data×fsdp×expert."""
+    Empty puts all devices on fsdp. Rows and slots are split over stage×data×fsdp×expert."""
     expert_exchange: Literal["gather", "all_to_all"] | None = None
     """Mesh axis expert: whether devices show their tokens to all experts, or send each token to the
     devices that hold its own; never changes a result. Unset: what moves less."""
+    pipeline_repeats: int = 1
+    """Mesh axis stage: how many pieces of its layers, not neighbours, each stage holds of equal
+    layers. More of them wait less and send more; never changes a result."""
+    pipeline_rows: int = 1
+    """Mesh axis stage: rows that a device has of a micro-batch on its way through the stages. Fewer
+    of them wait less and read weights more often; never changes a result."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,6 +323,8 @@ class Config:
         if r.temperature <= 0:
             raise ValueError(f"temperature={r.temperature} cannot be trained with; use above 0")
         for name, value in (
+            ("pipeline_repeats", self.model.pipeline_repeats),
+            ("pipeline_rows", self.model.pipeline_rows),
             ("max_support", r.max_support),
             ("prompts_per_step", r.prompts_per_step),
             ("num_generations", r.num_generations),

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from rljax.models import ModelConfig
     from rljax.planning import Layout, Work
 
-AXES = ("data", "fsdp", "expert", "context", "tensor", "stage")
-"""Mesh axes, in the order of the device grid; each has size 1 unless asked for."""
+AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
+"""Mesh axes, in the order of the device grid; each has size 1 unless asked for. Neighbours in the
+grid differ in the last: stages send each other least, and are farthest apart."""
 
-BATCH_AXES = ("data", "fsdp", "expert")
-"""The mesh axes over which rows of a batch and slots of the sampler are split. The expert axis is
-one of them, so that no device is idle outside the experts; inside them tokens are exchanged."""
+BATCH_AXES = ("stage", "data", "fsdp", "expert")
+"""The mesh axes over which rows of a batch and slots of the sampler are split. Experts and stages
+are among them, so that no device is idle outside the experts or outside the layers; inside experts
+tokens are exchanged, and through the stages of the layers rows pass in turns."""
 
 Rules = Mapping[str, str | None]
 """Logical axis of a weight -> the mesh axis that splits it (None: not split)."""
@@ -40,12 +42,14 @@ TRAIN_RULES: Rules = {
     "mlp": "tensor",
     "vocab": "tensor",
     "experts": "expert",
-    "layers": None,
+    "layers": "stage",
 }
-"""Weights, gradients and optimizer state while training."""
+"""Weights, gradients and optimizer state while training. Where layers do not divide over their mesh
+axis, it splits `embed` beside that one's own, and nothing of the layers is lost or added."""
 
-ROLLOUT_RULES: Rules = {**TRAIN_RULES, "embed": None}
-"""Weights while sampling: whole on every data and fsdp shard, so that decoding gathers nothing."""
+ROLLOUT_RULES: Rules = {**TRAIN_RULES, "embed": None, "layers": None}
+"""Weights while sampling: whole on every stage, data and fsdp shard, so that decoding gathers
+nothing and no stage waits for another."""
 
 
 # On several virtual CPU devices set JAX_CPU_ENABLE_ASYNC_DISPATCH=false before jax starts: two
@@ -60,8 +64,8 @@ def make(*, devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
       **sizes: The size of each axis that is not 1, such as `data=2, fsdp=4`.
 
     Raises:
-      ValueError: An axis is unknown, a size is below 1, there are stages, or the product of the
-        sizes is not the number of devices.
+      ValueError: An axis is unknown, a size is below 1, or the product of the sizes is not the
+        number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
     grid = np.asarray(devices).reshape(_shape(sizes, len(devices)))
@@ -81,11 +85,6 @@ def _shape(sizes: Mapping[str, int], num_devices: int) -> tuple[int, ...]:
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"mesh axis {name}={size} must be at least 1")
-    if sizes.get("stage", 1) > 1:
-        raise ValueError(
-            f"mesh axis stage={sizes['stage']}: layers do not run as a pipeline; leave it at 1 and "
-            "split weights over fsdp, tensor or expert"
-        )
     shape = tuple(sizes.get(name, 1) for name in AXES)
     total = math.prod(shape)
     if total != num_devices:
@@ -143,6 +142,9 @@ def sharding(
 ) -> NamedSharding:
     """The sharding of one weight: its logical axes mapped through a rule table.
 
+    Layers that do not divide over their mesh axis leave it to `embed`, to split beside its own;
+    weights without an embed dimension, which are small, are whole there.
+
     Args:
       mesh: A mesh with the axes of `AXES`; of devices or abstract.
       shape: The weight's shape.
@@ -154,35 +156,41 @@ def sharding(
       ValueError: A logical axis has no rule, a mesh axis is unknown or would be used twice, or a
         size does not divide.
     """
-    spec: list[str | None] = []
+    ways = dict(mesh.shape)
+    spec: list[tuple[str, ...]] = []
+    left_over: tuple[str, ...] = ()
     for size, logical in zip(shape, axes, strict=True):
         if logical is not None and logical not in rules:
             raise ValueError(f"{name}: logical axis {logical!r} has no rule; add it to the table")
         target = rules[logical] if logical is not None else None
-        if target is not None and target not in mesh.shape:
+        if target is not None and target not in ways:
             raise ValueError(
                 f"{name}: logical axis {logical!r} is mapped to mesh axis {target!r} which is "
                 f"unknown; the axes are {', '.join(mesh.axis_names)}"
             )
-        ways = mesh.shape[target] if target is not None else 1
-        if ways == 1:
-            spec.append(None)
-            continue
-        if target in spec:
-            raise ValueError(
-                f"{name}: mesh axis {target!r} would split two dimensions of {tuple(shape)} "
-                f"(axes {tuple(axes)}); map one of them to another mesh axis or to None"
-            )
-        if size % ways:
+        split: tuple[str, ...] = (target,) if target is not None and ways[target] > 1 else ()
+        if logical == "layers" and split and size % ways[split[0]]:
+            left_over, split = split, ()
+        elif logical == "embed":
+            split += left_over
+        for axis in split:
+            if any(axis in other for other in spec):
+                raise ValueError(
+                    f"{name}: mesh axis {axis!r} would split two dimensions of {tuple(shape)} "
+                    f"(axes {tuple(axes)}); map one of them to another mesh axis or to None"
+                )
+        total = math.prod(ways[axis] for axis in split)
+        if size % total:
+            over = "×".join(split)
             fits = [n for n in range(1, size + 1) if size % n == 0]
-            below, above = [n for n in fits if n < ways][-1:], [n for n in fits if n > ways][:1]
-            near = " and ".join(f"{target}={n}" for n in below + above)
+            below, above = [n for n in fits if n < total][-1:], [n for n in fits if n > total][:1]
+            near = " and ".join(f"{over}={n}" for n in below + above)
             raise ValueError(
                 f"{name}: axis {logical!r} of size {size} does not divide over mesh axis "
-                f"{target}={ways}; the nearest that divide it: {near}"
+                f"{over}={total}; the nearest that divide it: {near}"
             )
-        spec.append(target)
-    return NamedSharding(mesh, P(*spec))
+        spec.append(split)
+    return NamedSharding(mesh, P(*(s[0] if len(s) == 1 else s or None for s in spec)))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -345,8 +353,8 @@ def shard_rows(tree: Any, mesh: Mesh) -> Any:
     def put(x: Any) -> jax.Array:
         if np.shape(x)[0] % parts:
             raise ValueError(
-                f"{np.shape(x)[0]} rows do not divide over data×fsdp×expert = {parts} devices; "
-                "change the batch size or the mesh"
+                f"{np.shape(x)[0]} rows do not divide over stage×data×fsdp×expert = {parts} "
+                "devices; change the batch size or the mesh"
             )
         return jax.device_put(x, batch_sharding(mesh))
 

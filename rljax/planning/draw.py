@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
 
 from rljax import mesh as meshes
 from rljax.models import ModelConfig
@@ -70,13 +71,14 @@ def draw(
 
 
 def _dimension(weight: Placed, d: int) -> str:
-    over = f" over {weight.spec[d]}" if weight.spec[d] else ""
+    axes = meshes.axes_of(P(weight.spec[d]))
+    over = f" over {'×'.join(axes)}" if axes else ""
     return f"{weight.axes[d] or 'dimension'} {weight.shape[d]}{over}"
 
 
 def _shard_numbers(mesh: Mesh | AbstractMesh, weight: Placed, used: list[str]) -> np.ndarray:
     """Which shard each device holds, as a grid of devices."""
-    split = [axis for axis in weight.spec if axis]
+    split = weight.over
     sizes = [mesh.shape[axis] for axis in used]
     found = [
         sum(

@@ -7,6 +7,7 @@ import math
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
 
 from rljax import mesh as meshes
 from rljax import models
@@ -24,7 +25,7 @@ class Placed:
       name: Its place in the tree, such as `stacks/0/0/attention/q`.
       shape: Its global shape.
       axes: Its logical axes.
-      spec: The mesh axis that splits each dimension; None: none does.
+      spec: The mesh axis, or axes, that split each dimension; None: none does.
       shard: The shape that a device holds.
       width: Bytes of one of its numbers in the dtype it is computed with.
     """
@@ -32,9 +33,20 @@ class Placed:
     name: str
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    spec: tuple[str | None, ...]
+    spec: tuple[str | tuple[str, ...] | None, ...]
     shard: tuple[int, ...]
     width: int
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """All mesh axes that split it."""
+        return meshes.axes_of(P(*self.spec))
+
+    @property
+    def stack(self) -> int | None:
+        """The number of the stack whose layers it belongs to; None: it belongs to none."""
+        parts = self.name.split("/")
+        return int(parts[1]) if parts[0] == "stacks" else None
 
     @property
     def held(self) -> int:

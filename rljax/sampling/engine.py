@@ -31,7 +31,7 @@ class Engine:
 
     It holds a lease on the weights given to `load` until the next `load` or `unload`: whoever
     trains must not donate those buffers meanwhile. On a mesh, slots and pages are split over
-    data×fsdp×expert and each shard schedules for itself.
+    stage×data×fsdp×expert and each shard schedules for itself.
 
     A response depends on its prompt, its sampling parameters, the weights and the key (seed,
     prompt id, draw, sample id, position) alone: not on its slot, its neighbours or the order of
@@ -116,7 +116,7 @@ class Engine:
         most = -(-max_length // page_size)
         if slots % self._shards:
             raise ValueError(
-                f"slots={slots} do not divide over data×fsdp×expert = {self._shards}; "
+                f"slots={slots} do not divide over stage×data×fsdp×expert = {self._shards}; "
                 "use a multiple"
             )
         if max_support < 0:
@@ -130,8 +130,8 @@ class Engine:
         num_pages = (2 * most * slots) if num_pages is None else num_pages
         if num_pages % self._shards:
             raise ValueError(
-                f"num_pages={num_pages} do not divide over data×fsdp×expert = {self._shards}; "
-                "use a multiple"
+                f"num_pages={num_pages} do not divide over stage×data×fsdp×expert = "
+                f"{self._shards}; use a multiple"
             )
         self._num_pages = num_pages // self._shards
         if self._num_pages < most + 1:

@@ -444,6 +444,8 @@ class _Policy:
         ways: Any = {
             "remat": config.model.remat,
             "expert_exchange": config.model.expert_exchange,
+            "pipeline_repeats": config.model.pipeline_repeats,
+            "pipeline_rows": config.model.pipeline_rows,
         }
         path = model_path(name)
         if path.exists():

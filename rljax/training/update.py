@@ -109,7 +109,7 @@ def micro_batches(rows: int, shards: int, micro_batch_size: int) -> int:
     """
     if rows % shards:
         raise ValueError(
-            f"{rows} responses of an update do not divide over data×fsdp×expert = {shards} "
+            f"{rows} responses of an update do not divide over stage×data×fsdp×expert = {shards} "
             "devices; change mini_batch_size or the mesh"
         )
     each = rows // shards
