@@ -14,7 +14,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from rljax import losses as L
-from rljax import models
+from rljax import models, processes
 from rljax.batch import Batch, Rows
 from rljax.models import ModelConfig, Params
 from rljax.rollouts.shared_prompts import plan_sharing, share_batch, unshare
@@ -39,8 +39,8 @@ class RouterSums:
 
     def metrics(self) -> dict[str, float]:
         """Under the names of the tag table."""
-        load, entropy, flips, tokens = jax.tree.map(
-            jax.device_get, (self.load, self.entropy, self.flips, self.tokens)
+        load, entropy, flips, tokens = processes.fetch(
+            (self.load, self.entropy, self.flips, self.tokens)
         )
         if not tokens:
             return {}

@@ -1,0 +1,214 @@
+"""Several processes, one run: all run the same program, each on the devices of its own host.
+
+What the host decides, every process decides by itself from data that all of them hold; so they
+issue the same programs in the same order, and functions that exchange anything are called by all.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from rljax.config import ProcessSettings
+
+Value = TypeVar("Value")
+
+_PATIENCE = 24 * 3600  # seconds; a process that died is noticed by its heartbeat long before
+_meetings = itertools.count()
+
+
+def initialize(settings: ProcessSettings) -> None:
+    """Joins the processes of a run; to be called before anything touches a device.
+
+    Where the settings name no coordinator, the cluster is asked (what `jax.distributed.initialize`
+    finds by itself: Slurm, Open MPI, GKE, TPU pods); without one, this process is the only one.
+
+    Args:
+      settings: Where the others are.
+
+    Raises:
+      ValueError: The settings do not fit together; one line.
+    """
+    _check(settings)
+    # Programs with collectives in flight at once can wait for each other for ever on CPU devices.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # Slurm's detection would leave a single process the first GPU of its host alone.
+    if settings.num_processes == 1 or os.environ.get("SLURM_NTASKS") == "1":
+        return
+    # It would keep SIGTERM from ending the process, and nothing here asks it for that notice.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Kubernetes without the package that asks it
+            jax.distributed.initialize(
+                settings.coordinator or None,
+                settings.num_processes,
+                settings.process_id,
+                heartbeat_timeout_seconds=settings.heartbeat_timeout,
+                shutdown_timeout_seconds=settings.heartbeat_timeout,
+            )
+    except ValueError:
+        if settings.coordinator or "JAX_COORDINATOR_ADDRESS" in os.environ:
+            raise
+        return  # no cluster
+    if jax.process_count() > 1:
+        _leave_word(settings.heartbeat_timeout)
+
+
+def _check(settings: ProcessSettings) -> None:
+    coordinator, number, place = settings.coordinator, settings.num_processes, settings.process_id
+    if settings.heartbeat_timeout < 1:
+        raise ValueError(f"heartbeat_timeout={settings.heartbeat_timeout} must be at least 1 s")
+    if number is not None and number < 1:
+        raise ValueError(f"num_processes={number} must be at least 1")
+    given = (bool(coordinator), number is not None, place is not None)
+    if any(given) and not all(given) and (number != 1 or coordinator or place is not None):
+        raise ValueError(
+            f"coordinator={coordinator!r}, num_processes={number}, process_id={place} go together; "
+            "give all three, or none where the cluster tells (Slurm, GKE, TPU pods)"
+        )
+    if number is not None and place is not None and not 0 <= place < number:
+        raise ValueError(
+            f"process_id={place} is none of the {number} processes; count from 0 to {number - 1}"
+        )
+    host, _, port = coordinator.rpartition(":")
+    if coordinator and not (host and port.isdigit()):
+        raise ValueError(
+            f"coordinator={coordinator!r} is not HOST:PORT; give the host of process 0 and a port "
+            "that is free there"
+        )
+
+
+_WATCH = "import sys; sys.stdin.buffer.read() or sys.stderr.write(sys.argv[1])"
+
+
+def _leave_word(heartbeat_timeout: int) -> None:
+    """Has a small process say one line where this one is killed, or aborted for want of another.
+
+    The runtime's own way to end a process whose fellow died is an abort, after which nothing of
+    ours runs any more.
+    """
+    line = (
+        f"error: process {jax.process_index()} of {jax.process_count()} was killed, or ended "
+        f"because another had been silent for {heartbeat_timeout} s; start all of them again by "
+        "the same command, to go on from the newest checkpoint\n"
+    )
+    watch = subprocess.Popen(
+        [sys.executable, "-E", "-S", "-c", _WATCH, line],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,  # a keyboard interrupt is for the run
+    )
+    atexit.register(watch.communicate, b"ended by itself")
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes and shows what the run has to say."""
+    return jax.process_index() == 0
+
+
+def put(x: np.ndarray, sharding: Sharding) -> jax.Array:
+    """A host array on the devices; every process brings the parts of its own devices."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def fetch(tree: Any) -> Any:
+    """Device arrays as numpy arrays, whole on every process."""
+
+    def elsewhere(x: Any) -> bool:
+        here = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+        return not here
+
+    apart = [x for x in jax.tree.leaves(tree) if elsewhere(x)]
+    if apart:
+        sharding: Any = apart[0].sharding
+        tree = _replicate(sharding.mesh)(tree)
+    return jax.device_get(tree)
+
+
+@functools.cache
+def _replicate(mesh: Mesh) -> Callable[[Any], Any]:
+    """One program that gathers all arrays of a tree."""
+    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))
+
+
+def share(size: int) -> slice:
+    """Which of so many items are this process's own, where work is divided between them."""
+    number, place = jax.process_count(), jax.process_index()
+    return slice(size * place // number, size * (place + 1) // number)
+
+
+def exchange(value: Value) -> list[Value]:
+    """What every process gives, by their numbers; waits until all have given.
+
+    Args:
+      value: Anything that can be pickled.
+    """
+    if jax.process_count() == 1:
+        return [value]
+    _meet()
+    own = np.frombuffer(pickle.dumps(value), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(len(own)))
+    room = np.zeros(1 << (int(sizes.max()) - 1).bit_length(), np.uint8)  # few sizes are compiled
+    room[: len(own)] = own
+    found = multihost_utils.process_allgather(room)
+    return [pickle.loads(x[:n].tobytes()) for x, n in zip(found, sizes, strict=True)]
+
+
+def _meet() -> None:
+    """Waits on the host: CPU collectives that meet for the first time give up after 30 s."""
+    from orbax.checkpoint import multihost
+
+    everybody = set(range(jax.process_count()))
+    name = f"rljax-{next(_meetings)}"
+    multihost.sync_global_processes(name, timeout=_PATIENCE, processes=everybody)
+
+
+def on_first(function: Callable[..., Value], *arguments: Any) -> Value:
+    """Calls a function on the first process alone; all wait for what it returns, or raises."""
+    outcome: Any = None
+    if is_first():
+        try:
+            outcome = function(*arguments)
+        except (ValueError, OSError) as error:
+            outcome = error
+    outcome = exchange(outcome)[0]
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def agree(values: dict[str, Any]) -> None:
+    """Refuses values that differ between processes.
+
+    Args:
+      values: Names to values.
+
+    Raises:
+      ValueError: The first that differs, on all processes.
+    """
+    given = exchange(values)
+    for place, other in enumerate(given):
+        for name, value in given[0].items():
+            if other[name] != value:
+                raise ValueError(
+                    f"process 0 has {name}={value!r}, process {place} {name}={other[name]!r}; "
+                    "start all processes by the same command, on the same files"
+                )
