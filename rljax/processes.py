@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
@@ -146,7 +145,18 @@ def fetch(tree: Any) -> Any:
 @functools.cache
 def _replicate(mesh: Mesh) -> Callable[[Any], Any]:
     """One program that gathers all arrays of a tree."""
-    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))
+    return in_turn(jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P())))
+
+
+def in_turn(program: Callable[..., Value]) -> Callable[..., Value]:
+    """A program that ends before the next one begins, on CPU devices of several processes.
+
+    There the devices of a process may come to a later program at different times, and collectives
+    of two programs under way at once wait for each other for ever.
+    """
+    if jax.process_count() == 1 or jax.default_backend() != "cpu":
+        return program
+    return lambda *arguments: jax.block_until_ready(program(*arguments))
 
 
 def share(size: int) -> slice:
@@ -165,11 +175,18 @@ def exchange(value: Value) -> list[Value]:
         return [value]
     _meet()
     own = np.frombuffer(pickle.dumps(value), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(len(own)))
+    sizes = _gather(np.asarray([len(own)], np.int32))[:, 0]
     room = np.zeros(1 << (int(sizes.max()) - 1).bit_length(), np.uint8)  # few sizes are compiled
     room[: len(own)] = own
-    found = multihost_utils.process_allgather(room)
+    found = _gather(room)
     return [pickle.loads(x[:n].tobytes()) for x, n in zip(found, sizes, strict=True)]
+
+
+def _gather(x: np.ndarray) -> np.ndarray:
+    """Arrays [...] of all processes, one shape, as [processes, ...]."""
+    devices = np.asarray(jax.devices()).reshape(jax.process_count(), -1)
+    by_process = NamedSharding(Mesh(devices, ("process", "local")), P("process"))
+    return fetch(jax.make_array_from_process_local_data(by_process, x[None]))
 
 
 def _meet() -> None:

@@ -234,7 +234,8 @@ class Engine:
         out = None
         if self.mesh is not None:
             out = models.shardings(self.config, self.mesh, meshes.ROLLOUT_RULES)
-        return jax.jit(lambda p: models.for_compute(p, self.config), out_shardings=out)
+        convert = jax.jit(lambda p: models.for_compute(p, self.config), out_shardings=out)
+        return processes.in_turn(convert)
 
     # The compiled programs, one for each shape bucket that comes up.
 
@@ -248,7 +249,7 @@ class Engine:
                 out_specs=out_specs,
                 axis_names=set(meshes.AXES) - {"tensor"},  # which XLA splits
             )
-        return jax.jit(function, donate_argnums=(in_specs.index(_POOL),))
+        return processes.in_turn(jax.jit(function, donate_argnums=(in_specs.index(_POOL),)))
 
     def _held(self, config: ModelConfig) -> Any:
         """The specs of weights on a shard: whole, but for experts, which stay where they are."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,15 @@ class Checkpoints:
           keep: How many of the newest are kept.
         """
         self._directory = directory.absolute()
+        processes.on_first(functools.partial(directory.mkdir, parents=True, exist_ok=True))
         self._options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, enable_async_checkpointing=True, create=True
+            max_to_keep=keep,
+            enable_async_checkpointing=True,
+            create=False,
+            # Where the processes are named, they meet on the host, and not by a device's program.
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                active_processes=set(range(jax.process_count()))
+            ),
         )
         self._manager = self._open()
 

@@ -257,8 +257,7 @@ def watch(
     step, config = run.progress.step, run.config
     stats = L.merge(
         stats,
-        L.mismatch(batch) if batch.old_logp is not None else {},
-        L.staleness(batch, step - 1),
+        run.compare(batch, step - 1),
         component_metrics(groups, run.scorer.names),
     )
     values = L.finish(processes.fetch(stats)) | clock.values

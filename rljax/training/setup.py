@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from rljax import losses as L
 from rljax import mesh as meshes
 from rljax import models, processes
-from rljax.batch import Rows
+from rljax.batch import Batch, Rows
 from rljax.config import Config, ObjectiveSettings, ProcessSettings
 from rljax.data import (
     TASKS,
@@ -120,6 +120,7 @@ class Run:
     values: Callable[..., jax.Array]
     update: Callable[..., Any]
     merge: Callable[[TrainState], Params]
+    compare: Callable[[Batch, int], dict[str, Any]]
     learning_rate: Callable[[int], Any]
     may_share: bool
     checkpoints: Checkpoints
@@ -274,10 +275,12 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
             engine=engine,
             sampling=sampling,
             objective=objective,
-            prepare=jax.jit(objective.prepare),
-            minibatch=jax.jit(
-                functools.partial(_minibatch, objective, settings.num_generations),
-                static_argnums=2,
+            prepare=processes.in_turn(jax.jit(objective.prepare)),
+            minibatch=processes.in_turn(
+                jax.jit(
+                    functools.partial(_minibatch, objective, settings.num_generations),
+                    static_argnums=2,
+                )
             ),
             score=updates.make_score(
                 policy.model, **shared, **scoring, replay=settings.routing_replay == "sampler"
@@ -298,7 +301,8 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
                 lora=lora,
                 bias_rate=config.optimizer.router_bias_update_rate,
             ),
-            merge=jax.jit(lambda state: state.weights(lora)),
+            merge=processes.in_turn(jax.jit(lambda state: state.weights(lora))),
+            compare=processes.in_turn(jax.jit(_compare)),
             learning_rate=states.learning_rate(config.optimizer, config.updates),
             may_share=may_share,
             checkpoints=checkpoints,
@@ -326,6 +330,12 @@ def _minibatch(
     if shared is None:
         return part
     return share_rows(plan_sharing(part.mask, part.segments, group_size, *shared), part)
+
+
+def _compare(batch: Batch, version: int) -> dict[str, Any]:
+    """How far the sampler was from the trainer at the start of the step."""
+    mismatch = L.mismatch(batch) if batch.old_logp is not None else {}
+    return {**mismatch, **L.staleness(batch, version)}
 
 
 def _may_share(config: Config, shards: int) -> bool:

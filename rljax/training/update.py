@@ -198,7 +198,7 @@ def make_score(
             router=jax.tree.map(lambda x: x.sum(0), found.router),
         )
 
-    return score
+    return processes.in_turn(score)
 
 
 def make_values(config: ModelConfig, *, group_size: int = 1) -> Callable[..., Array]:
@@ -224,7 +224,7 @@ def make_values(config: ModelConfig, *, group_size: int = 1) -> Callable[..., Ar
         found = found if shared is None else unshare(plan, found, length)
         return jnp.where(mask, found, 0.0)
 
-    return values
+    return processes.in_turn(values)
 
 
 def make_update(
@@ -380,4 +380,4 @@ def make_update(
         state, stats, sums = step(dataclasses.replace(state, base=None), base, rows)
         return dataclasses.replace(state, base=base), stats, sums
 
-    return update
+    return processes.in_turn(update)
