@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import orbax.checkpoint as ocp
 
 ROOT = Path(__file__).parents[2]
@@ -34,10 +35,16 @@ def command(run_dir, *extra, cache=None, devices=1, xla=""):
 
 
 def last_state(run_dir):
+    """The newest checkpoint's step and state, on one device, whatever wrote it."""
     places = sorted((run_dir / "checkpoints").iterdir(), key=lambda p: int(p.name))
+    place = places[-1].absolute() / "state"
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with ocp.StandardCheckpointer() as reader:
-        state = reader.restore(places[-1].absolute() / "state")
-    return int(places[-1].name), state
+        target = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
+            reader.metadata(place).item_metadata.tree,
+        )
+        return int(places[-1].name), reader.restore(place, target)
 
 
 def lines(run_dir):
