@@ -44,25 +44,21 @@ def start(run_dir, cache, number):
     """The run by so many processes, which have eight devices together."""
     flags = [
         "--mesh=fsdp=4,expert=2", "--steps=2", "--save_every=1", "--eval_every=2",
-        "--sft_target=0", "--num_generations=2", "--mini_batch_size=16", "--prompts_per_step=8", "--warmup_steps=1",
-        "--dynamic_sampling=True", "--max_oversampling=2", "--learning_rate=0.01",
+        "--sft_target=0", "--num_generations=2", "--prompts_per_step=8", "--mini_batch_size=16",
+        "--warmup_steps=1", "--dynamic_sampling=True", "--max_oversampling=2",
+        "--learning_rate=0.01",
         f"--rewards={run_dir.parent}/reward.py:odd", f"--heartbeat_timeout={HEARTBEAT}",
     ]  # fmt: skip
-    port, light = free_port(), "--xla_backend_optimization_level=0"
-    started = []
-    for i in range(number):
-        if number > 1:
-            found = [
-                f"--coordinator=localhost:{port}",
-                f"--num_processes={number}",
-                f"--process_id={i}",
-            ]
-        else:
-            found = []
-        started.append(
-            command(run_dir, *flags, *found, cache=cache, devices=8 // number, xla=light)
-        )
-    return started
+    address, light = f"localhost:{free_port()}", "--xla_backend_optimization_level=0"
+    found = [[]]
+    if number > 1:
+        found = [
+            [f"--coordinator={address}", f"--num_processes={number}", f"--process_id={i}"]
+            for i in range(number)
+        ]
+    return [
+        command(run_dir, *flags, *own, cache=cache, devices=8 // number, xla=light) for own in found
+    ]
 
 
 def finish(started):
