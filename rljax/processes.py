@@ -97,15 +97,15 @@ _WATCH = "import sys; sys.stdin.buffer.read() or sys.stderr.write(sys.argv[1])"
 
 
 def _leave_word(heartbeat_timeout: int) -> None:
-    """Has a small process say one line where this one is killed, or aborted for want of another.
+    """Has a small process say one line where this one does not come to an end of its own.
 
-    The runtime's own way to end a process whose fellow died is an abort, after which nothing of
-    ours runs any more.
+    The runtime aborts a process of which another died, or a collective fails at it, whichever is
+    first; after an abort nothing of ours runs any more.
     """
     line = (
-        f"error: process {jax.process_index()} of {jax.process_count()} was killed, or ended "
-        f"because another had been silent for {heartbeat_timeout} s; start all of them again by "
-        "the same command, to go on from the newest checkpoint\n"
+        f"error: process {jax.process_index()} of {jax.process_count()} ended in the middle of the "
+        f"run: it failed, was killed, or had no word from another for {heartbeat_timeout} s; start "
+        "all of them again by the same command, to go on from the newest checkpoint\n"
     )
     watch = subprocess.Popen(
         [sys.executable, "-E", "-S", "-c", _WATCH, line],
@@ -113,7 +113,12 @@ def _leave_word(heartbeat_timeout: int) -> None:
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # a keyboard interrupt is for the run
     )
-    atexit.register(watch.communicate, b"ended by itself")
+
+    def end() -> None:
+        if not hasattr(sys, "last_value"):  # an error that nobody caught
+            watch.communicate(b"as it should")
+
+    atexit.register(end)
 
 
 def is_first() -> bool:

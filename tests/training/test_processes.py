@@ -130,9 +130,9 @@ def test_where_one_is_killed_the_others_end_with_one_clear_line(runs):
     assert seconds < 2 * HEARTBEAT
     told = [x for x in err.splitlines() if x.startswith("error: ")]
     assert told == [
-        f"error: process 0 of 2 was killed, or ended because another had been silent for "
-        f"{HEARTBEAT} s; start all of them again by the same command, to go on from the newest "
-        "checkpoint"
+        "error: process 0 of 2 ended in the middle of the run: it failed, was killed, or had no "
+        f"word from another for {HEARTBEAT} s; start all of them again by the same command, to go "
+        "on from the newest checkpoint"
     ]
 
 
