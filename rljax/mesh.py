@@ -31,6 +31,9 @@ one of them, so that no device is idle outside the experts; inside them tokens a
 Rules = Mapping[str, str | None]
 """Logical axis of a weight -> the mesh axis that splits it (None: not split)."""
 
+Names = str | Sequence[str] | None
+"""The mesh axes that are to split one dimension of an activation."""
+
 TRAIN_RULES: Rules = {
     "embed": "fsdp",
     "heads": "tensor",
@@ -86,14 +89,18 @@ def _shape(sizes: Mapping[str, int], num_devices: int) -> tuple[int, ...]:
             "split weights over fsdp, tensor or expert"
         )
     shape = tuple(sizes.get(name, 1) for name in AXES)
-    total, given = math.prod(shape), num_devices
-    if total != given:
+    total = math.prod(shape)
+    if total != num_devices:
         asked = ",".join(f"{n}={s}" for n, s in sizes.items()) or "all axes 1"
-        fits = [f"{n}={s * given // total}" for n, s in sizes.items() if s * given % total == 0]
-        mend = (
-            f"{' or '.join(fits)} would fit" if fits else f"choose sizes whose product is {given}"
-        )
-        raise ValueError(f"mesh {asked} needs {total} devices, got {given}; {mend}")
+        fits = [
+            f"{n}={s * num_devices // total}"
+            for n, s in sizes.items()
+            if s * num_devices % total == 0
+        ]
+        mend = f"choose sizes whose product is {num_devices}"
+        if fits:
+            mend = f"{' or '.join(fits)} would fit"
+        raise ValueError(f"mesh {asked} needs {total} devices, got {num_devices}; {mend}")
     return shape
 
 
@@ -200,10 +207,6 @@ def split(axis: str) -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return types.get(axis) == AxisType.Auto and mesh.shape[axis] > 1
-
-
-Names = str | Sequence[str] | None
-"""The mesh axes that are to split one dimension."""
 
 
 def fit(shape: Sequence[int], *names: Names) -> P:

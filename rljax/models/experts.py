@@ -217,10 +217,11 @@ def parallel_experts(
         tokens to all devices and adds up what each has to say. `all_to_all` sends a token to the
         devices that have one of its experts, and back. None: the one that moves less.
     """
-    here = params["gate"].shape[0]
+    (n, k), here = chosen.shape, params["gate"].shape[0]
     sliced, spread = (varies(params["gate"], axis) for axis in ("tensor", "expert"))
     devices = jax.lax.axis_size("expert") if spread else 1
     first = jax.lax.axis_index("expert") * here if spread else 0
+    exchange = exchange or cheaper_exchange(n, k, devices, _ragged_exchange())
     if sliced and "down_bias" in params:  # the sum over slices is to hold it once
         params, once = vary_alike((params, jax.lax.axis_index("tensor") == 0))
         params["down_bias"] = jnp.where(once, params["down_bias"], 0)
@@ -237,7 +238,7 @@ def parallel_experts(
         out = compute(x, chosen, weights)
     elif not varies(x, "expert"):
         out = jax.lax.psum(compute(x, chosen, weights), "expert")
-    elif (exchange or cheaper_exchange(*chosen.shape, devices, _ragged_exchange())) == "gather":
+    elif exchange == "gather":
         out = compute(gather(x, "expert"), gather(chosen, "expert"), gather(weights, "expert"))
         out = jax.lax.psum_scatter(out, "expert", tiled=True)
     else:
@@ -262,7 +263,8 @@ def cheaper_exchange(tokens: int, k: int, devices: int, ragged: bool) -> Exchang
 
 def _ragged_exchange() -> bool:
     """Whether only the rows that there are need to be sent; XLA on CPU has no such program."""
-    return jax.default_backend() != "cpu"
+    device = jax.sharding.get_abstract_mesh().abstract_device  # described chips may not be at hand
+    return device is not None and device.platform != "cpu"
 
 
 def _sent_around(
@@ -365,7 +367,7 @@ def _gather_rows(x: Array, index: Array, readers: Array) -> Array:
     """x[index]; `readers` [N, k] are the output rows of each x row. Out of range is 0, or none."""
 
     @jax.custom_vjp
-    def gather(x: Array, index: Array, readers: Array) -> Array:
+    def take(x: Array, index: Array, readers: Array) -> Array:
         return _rows_at(x, index)
 
     def forward(x: Array, index: Array, readers: Array) -> tuple[Array, Array]:
@@ -374,5 +376,5 @@ def _gather_rows(x: Array, index: Array, readers: Array) -> Array:
     def backward(readers: Array, g: Array) -> tuple[Array, None, None]:
         return _rows_at(g, readers).astype(jnp.float32).sum(1).astype(g.dtype), None, None
 
-    gather.defvjp(forward, backward)
-    return gather(x, index, readers)
+    take.defvjp(forward, backward)
+    return take(x, index, readers)

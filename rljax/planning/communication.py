@@ -99,15 +99,15 @@ def update_collectives(
     if sizes["context"] > 1:
         yield from _whole_rows(sizes, config, tokens, parts)
     # Hidden states: forward, recomputed where layers are, and backward.
-    passes = parts * (3 if config.remat else 2)
-    yield from _activations(sizes, config, tokens, passes)
+    recomputed = parts * config.remat
+    yield from _activations(sizes, config, tokens, 2 * parts + recomputed, recomputed)
 
 
 def decode_collectives(
     mesh: Mesh | AbstractMesh, config: ModelConfig, tokens: float
 ) -> Iterator[Collective]:
     """What the sampler communicates to run `tokens` a device, such as one for each of its slots."""
-    yield from _activations(mesh.shape, config, tokens, 1)
+    yield from _activations(mesh.shape, config, tokens, passes=1)
 
 
 def hidden_bytes(config: ModelConfig, tokens: float) -> int:
@@ -150,12 +150,12 @@ def _keys_and_values(c: Attention | LatentAttention) -> int:
 
 
 def _activations(
-    sizes: Mapping[str, int], config: ModelConfig, tokens: float, passes: int
+    sizes: Mapping[str, int], config: ModelConfig, tokens: float, passes: int, recomputed: int = 0
 ) -> Iterator[Collective]:
     """Hidden states of a device's tokens, sent `passes` times through each layer's halves."""
     expert, tensor = sizes["expert"], sizes["tensor"]
     if expert > 1 and config.num_experts:
-        yield from _met_experts(config, tokens, expert, passes * len(config.mixture_layers))
+        yield from _met_experts(config, tokens, expert, passes, passes - recomputed)
     if tensor > 1:
         whole = passes * hidden_bytes(config, tokens) * (2 * config.num_layers + 1)
         yield Collective(
@@ -167,22 +167,24 @@ def _activations(
 
 
 def _met_experts(
-    config: ModelConfig, tokens: float, devices: int, times: int
+    config: ModelConfig, tokens: float, devices: int, passes: int, answers: int
 ) -> Iterator[Collective]:
-    """Tokens to experts of other devices, and in float32 what these answer."""
-    sent, answered = hidden_bytes(config, tokens), 4 * int(tokens) * config.hidden_size
+    """Tokens to experts of other devices, and in float32 the answers, which are not recomputed."""
+    layers = len(config.mixture_layers)
+    sent = passes * layers * hidden_bytes(config, tokens)
+    answered = answers * layers * 4 * int(tokens * config.hidden_size)
     way = config.expert_exchange or cheaper_exchange(int(tokens), config.top_k, devices, True)
     if way == "gather":
         yield Collective(
             "all-gather",
             "expert",
-            int(times * ring("all-gather", sent * devices, devices)),
+            int(ring("all-gather", sent * devices, devices)),
             "tokens, shown to the experts of all devices",
         )
         yield Collective(
             "reduce-scatter",
             "expert",
-            int(times * ring("reduce-scatter", answered * devices, devices)),
+            int(ring("reduce-scatter", answered * devices, devices)),
             "outputs of experts, added up over the devices that hold a token's experts",
         )
     else:
@@ -190,6 +192,6 @@ def _met_experts(
         yield Collective(
             "all-to-all",
             "expert",
-            int(times * ring("all-to-all", copies * (sent + answered), devices)),
+            int(ring("all-to-all", copies * (sent + answered), devices)),
             "tokens to the devices that hold their experts, and outputs back, at the most",
         )
