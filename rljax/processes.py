@@ -76,7 +76,8 @@ def _check(settings: ProcessSettings) -> None:
     if number is not None and number < 1:
         raise ValueError(f"num_processes={number} must be at least 1")
     given = (bool(coordinator), number is not None, place is not None)
-    if any(given) and not all(given) and (number != 1 or coordinator or place is not None):
+    alone = number == 1 and given == (False, True, False)
+    if any(given) and not all(given) and not alone:
         raise ValueError(
             f"coordinator={coordinator!r}, num_processes={number}, process_id={place} go together; "
             "give all three, or none where the cluster tells (Slurm, GKE, TPU pods)"
@@ -127,14 +128,26 @@ def is_first() -> bool:
 
 
 def put(x: np.ndarray, sharding: Sharding) -> jax.Array:
-    """A host array on the devices; every process brings the parts of its own devices."""
+    """Puts a host array on the devices.
+
+    Args:
+      x: The whole array, as every process has it; each brings the parts of its own devices.
+      sharding: How it is to lie.
+    """
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 def fetch(tree: Any) -> Any:
-    """Device arrays as numpy arrays, whole on every process."""
+    """Brings device arrays to the host, whole, on every process.
+
+    Args:
+      tree: Arrays; those that span processes are gathered by one program, which all must run.
+
+    Returns:
+      The tree with numpy arrays.
+    """
 
     def elsewhere(x: Any) -> bool:
         here = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
@@ -165,7 +178,7 @@ def in_turn(program: Callable[..., Value]) -> Callable[..., Value]:
 
 
 def share(size: int) -> slice:
-    """Which of so many items are this process's own, where work is divided between them."""
+    """Which of `size` items are this process's own, where work is divided; they are contiguous."""
     number, place = jax.process_count(), jax.process_index()
     return slice(size * place // number, size * (place + 1) // number)
 
@@ -189,8 +202,9 @@ def exchange(value: Value) -> list[Value]:
 
 def _gather(x: np.ndarray) -> np.ndarray:
     """Arrays [...] of all processes, one shape, as [processes, ...]."""
-    devices = np.asarray(jax.devices()).reshape(jax.process_count(), -1)
-    by_process = NamedSharding(Mesh(devices, ("process", "local")), P("process"))
+    devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+    grid = np.asarray(devices).reshape(jax.process_count(), -1)
+    by_process = NamedSharding(Mesh(grid, ("process", "local")), P("process"))
     return fetch(jax.make_array_from_process_local_data(by_process, x[None]))
 
 
@@ -204,7 +218,11 @@ def _meet() -> None:
 
 
 def on_first(function: Callable[..., Value], *arguments: Any) -> Value:
-    """Calls a function on the first process alone; all wait for what it returns, or raises."""
+    """Calls a function on the first process alone; all wait, and all get what it returns.
+
+    Raises:
+      ValueError: The function raised it, or OSError; on all processes.
+    """
     outcome: Any = None
     if is_first():
         try:
