@@ -293,6 +293,24 @@ class RunSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProcessSettings:
+    """The processes of a run on several hosts; each is started by the same command.
+
+    They see one file system, where run_dir is.
+    """
+
+    coordinator: str = ""
+    """HOST:PORT of process 0, where the processes find each other; empty: what Slurm, Open MPI,
+    GKE or a TPU pod says, else there is one process."""
+    num_processes: int | None = None
+    """With coordinator: how many there are. 1: this one alone, whatever the cluster says."""
+    process_id: int | None = None
+    """With coordinator: which of them this is, from 0."""
+    heartbeat_timeout: int = 100
+    """Seconds after which a process that says nothing is taken for dead, and all others end."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """A run, whole."""
 
@@ -305,6 +323,7 @@ class Config:
     supervised: SupervisedSettings = SupervisedSettings()
     evals: EvalSettings = EvalSettings()
     run: RunSettings = RunSettings()
+    processes: ProcessSettings = ProcessSettings()
 
     @property
     def updates(self) -> int:

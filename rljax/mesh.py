@@ -13,6 +13,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from rljax import processes
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -356,7 +358,7 @@ def shard_rows(tree: Any, mesh: Mesh) -> Any:
                 f"{np.shape(x)[0]} rows do not divide over stage×data×fsdp×expert = {parts} "
                 "devices; change the batch size or the mesh"
             )
-        return jax.device_put(x, batch_sharding(mesh))
+        return processes.put(x, batch_sharding(mesh))
 
     return jax.tree.map(put, tree)
 

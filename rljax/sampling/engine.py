@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rljax import mesh as meshes
-from rljax import models
+from rljax import models, processes
 from rljax.models.config import ModelConfig
 from rljax.sampling import cache, decode, layers
 from rljax.sampling.rows import Rows, Shapes, arrange, bucket, buckets
@@ -234,7 +234,8 @@ class Engine:
         out = None
         if self.mesh is not None:
             out = models.shardings(self.config, self.mesh, meshes.ROLLOUT_RULES)
-        return jax.jit(lambda p: models.for_compute(p, self.config), out_shardings=out)
+        convert = jax.jit(lambda p: models.for_compute(p, self.config), out_shardings=out)
+        return processes.in_turn(convert)
 
     # The compiled programs, one for each shape bucket that comes up.
 
@@ -248,7 +249,7 @@ class Engine:
                 out_specs=out_specs,
                 axis_names=set(meshes.AXES) - {"tensor"},  # which XLA splits
             )
-        return jax.jit(function, donate_argnums=(in_specs.index(_POOL),))
+        return processes.in_turn(jax.jit(function, donate_argnums=(in_specs.index(_POOL),)))
 
     def _held(self, config: ModelConfig) -> Any:
         """The specs of weights on a shard: whole, but for experts, which stay where they are."""
@@ -328,7 +329,7 @@ class Engine:
         """A host array [shards · n, ...] on its shards."""
         if self.mesh is None:
             return jnp.asarray(x)
-        return jax.device_put(x, NamedSharding(self.mesh, _ROWS))
+        return processes.put(x, NamedSharding(self.mesh, _ROWS))
 
     def _ready_pool(self) -> cache.Pool:
         if self._pool is None:
@@ -547,7 +548,7 @@ class Engine:
             self._params, self._ready_pool(), *(self._put(x) for x in arrays)
         )
         if self.with_routing:
-            chosen = np.asarray(routing).reshape(self._shards, rows, width, *routing.shape[2:])
+            chosen = processes.fetch(routing).reshape(self._shards, rows, width, *routing.shape[2:])
         for s, part in enumerate(batch):
             longer = []
             for r, fill in enumerate(part):
@@ -640,7 +641,7 @@ class Engine:
                 slots.shared[s, row // self._shapes.share, :shared] = q.pages[:shared]
         flat = jax.tree.map(lambda x: self._put(x.reshape(n * x.shape[1], *x.shape[2:])), slots)
         self._pool, drawn = self._decode[filtered](self._decode_params, self._ready_pool(), flat)
-        drawn = jax.tree.map(np.asarray, drawn)
+        drawn = processes.fetch(drawn)
         self.steps += int(drawn.steps.sum())
         return drawn
 
