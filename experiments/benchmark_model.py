@@ -1,9 +1,10 @@
 """Times a model's forward and backward pass against the same model in transformers on torch.
 
 Both sides get the same random weights (through a folder that `models.save_pretrained` writes) and
-the same random tokens, in float32. `forward` computes the log-probability of every token (the
-logits where a row has one token, as in decoding); `both` also the gradient of their mean. Rows go
-through in micro-batches, whose gradients are added up. The results are compared too.
+the same random tokens, in float32. `forward` computes the log-probability of every token (where a
+row has one token: the logits, from layers held apart, as in decoding); `both` also the gradient of
+their mean. Rows go through in micro-batches, whose gradients are added up. The results are compared
+too.
 
 torch runs with each number of threads and, for mixtures, with each of transformers' ways to
 compute experts; the fastest is reported. JAX uses all cores. The share of the peak is that of
@@ -77,6 +78,7 @@ def run_jax(config: Config, folder: Path) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from rljax import models
+    from rljax.sampling import layers
 
     def seconds(since: float) -> float:
         return time.perf_counter() - since
@@ -89,7 +91,10 @@ def run_jax(config: Config, folder: Path) -> dict[str, Any]:
         model = models.PRESETS[name]()
         params = models.init(jax.random.key(config.seed), model)
         models.save_pretrained(folder / name, model, params)
+        held = {"stacked": (model, params)}
+        held["apart"] = layers.apart(model), layers.views(params, model)
         for shape in config.shapes:
+            model, params = held["apart" if shape.endswith("x1") else "stacked"]
             parts = [jnp.asarray(part) for part in batches(config, shape, model.vocab_size)]
             tokens = sum(part.size for part in parts)
 

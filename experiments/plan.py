@@ -35,6 +35,10 @@ class Flags:
     """Recompute each layer's activations in the backward pass."""
     expert_exchange: Literal["gather", "all_to_all"] | None = None
     """How tokens meet experts of other devices; unset: as moves less."""
+    pipeline_repeats: int = 1
+    """Pieces of its layers that each stage holds of equal layers."""
+    pipeline_rows: int = 1
+    """Rows that a device has of a micro-batch on its way through the stages."""
     train_rules: str = ""
     """Changes to how weights lie on the mesh in the update, as logical axis=mesh axes."""
     rollout_rules: str = ""
@@ -74,6 +78,8 @@ def main() -> int:
             dtype=flags.dtype,
             remat=flags.remat,
             expert_exchange=flags.expert_exchange,
+            pipeline_repeats=flags.pipeline_repeats,
+            pipeline_rows=flags.pipeline_rows,
         )
         topology = planning.Topology.parse(flags.topology)
         rules = (

@@ -26,6 +26,11 @@ def main() -> int:
     logging.getLogger("absl").setLevel(logging.ERROR)
     try:
         name, config = parse(sys.argv[1:], "python -m experiments.train")
+        from rljax import processes
+
+        processes.initialize(config.processes)
+        if not processes.is_first():
+            logging.getLogger("rljax").setLevel(logging.WARNING)
         from rljax.training import train
 
         result = train(config, name, _STARTED)
@@ -34,7 +39,8 @@ def main() -> int:
     except KeyboardInterrupt:
         print("stopped; the same command continues the run", file=sys.stderr)
         return 130
-    print(json.dumps(result))
+    if processes.is_first():
+        print(json.dumps(result))
     return 0
 
 

@@ -1,10 +1,11 @@
-"""Matmul of sorted rows with one matrix a group: dropless mixtures of experts."""
+"""Rows sorted by group through functions with one set of matrices a group: dropless mixtures."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Literal
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 Backend = Literal["ragged", "blocks"]
+
+_LARGEST_BLOCK = 512
 
 
 def default_backend() -> Backend:
@@ -25,13 +28,20 @@ def default_backend() -> Backend:
     return "blocks" if platform == "cpu" else "ragged"
 
 
+Dot = Callable[..., Array]
+"""`dot(x, weights, bias=None)`: each row times its group's matrix, plus its group's bias."""
+
+Stage = Callable[[Dot, Any, Any], Any]
+"""`stage(dot, value, params)`: the next value of each row, from its value and its group's
+parameters. Values are pytrees of arrays [rows, ...]; parameters meet rows through `dot` alone."""
+
+
 def grouped_matmul(
     x: Float[Array, "M D"],
     weights: Float[Array, "E D F"],
     group_sizes: Int[Array, " E"],
     *,
     backend: Backend | None = None,
-    aligned: int | None = None,
 ) -> Float[Array, "M F"]:
     """Multiplies rows [sum of sizes before e, + group_sizes[e]) by `weights[e]`.
 
@@ -40,8 +50,6 @@ def grouped_matmul(
       weights: One matrix a group.
       group_sizes: Rows of each group, int32; their sum may be below M.
       backend: `ragged`, `blocks`, or None for `default_backend()`.
-      aligned: A number that divides M and every group size, if the caller has laid the rows out
-        so; `blocks` then needs no rearranging. Left to be found out otherwise.
 
     Returns:
       The products, in x's dtype; rows past the last group are 0. An empty group's weights get a
@@ -60,20 +68,23 @@ def grouped_matmul(
             f"group_sizes {group_sizes.shape} must hold one size for each of the "
             f"{weights.shape[0]} matrices"
         )
-    backend = backend or default_backend()
     group_sizes = group_sizes.astype(jnp.int32)
-    if backend == "ragged":
-        return jax.lax.ragged_dot(x, weights, group_sizes)
-    if backend != "blocks":
-        raise ValueError(f"grouped_matmul backend {backend!r} is unknown; use 'ragged' or 'blocks'")
-    if aligned is not None:
-        return _aligned_blocks(x, weights, group_sizes, aligned)
-    block = block_size(x.shape[0], weights.shape[0])
-    sizes, target = align(group_sizes, x.shape[0], block)
-    rows = aligned_rows(x.shape[0], weights.shape[0], block)
-    spread = jnp.zeros((rows, x.shape[1]), x.dtype).at[target].set(x, mode="drop")
-    out = _aligned_blocks(spread, weights, sizes, block)
-    return out.at[target].get(mode="fill", fill_value=0)
+    laid = layout(x.shape[0], weights.shape[0], backend=backend)
+    if not laid.block:
+        return grouped((_multiply,), x, weights, group_sizes, laid)
+    place = laid.places(_group(group_sizes, jnp.arange(x.shape[0])), group_sizes)
+    spread = jnp.zeros((laid.rows, x.shape[1]), x.dtype).at[place].set(x, mode="drop")
+    out = grouped((_multiply,), spread, weights, group_sizes, laid)
+    return out.at[place].get(mode="fill", fill_value=0)
+
+
+def _group(sizes: Array, index: Array) -> Array:
+    """The group of each of some sorted rows or blocks."""
+    return (jnp.cumsum(sizes) <= index[..., None]).sum(-1, dtype=jnp.int32)
+
+
+def _multiply(dot: Dot, x: Array, weights: Array) -> Array:
+    return dot(x, weights)
 
 
 def reference(
@@ -89,91 +100,249 @@ def reference(
     return out
 
 
-def block_size(rows: int, groups: int) -> int:
-    """Rows of a block: 256 where groups are large, less where padding would outweigh them."""
-    return int(min(256, max(8, 2 ** int(np.log2(max(rows // max(groups, 1), 1)) + 0.5))))
+class Layout(NamedTuple):
+    """Where rows lie for `grouped`.
+
+    Attributes:
+      groups: Their number, E.
+      rows: Places in all.
+      block: Rows of a block, all of one group, padded at their end; 0: rows lie one behind the
+        other, as `ragged` has them.
+      first: Whether block e is for the first rows of group e, used or not. All of these go through
+        one batched product, which costs less than a loop over the blocks that are used.
+    """
+
+    groups: int
+    rows: int
+    block: int
+    first: bool
+
+    def places(self, group: Int[Array, " M"], group_sizes: Int[Array, " E"]) -> Int[Array, " M"]:
+        """The place of each sorted row, given its group; rows of no group get none: `rows`."""
+        place = jnp.arange(group.shape[0], dtype=jnp.int32)
+        if self.block:
+            # Blocks past the first ones, used by the groups in order.
+            head = self.block if self.first else 0
+            mine = jnp.minimum(group, self.groups - 1)
+            rank = place - (jnp.cumsum(group_sizes) - group_sizes)[mine]
+            blocks = self.blocks_behind(group_sizes)
+            behind = self.groups * head + (jnp.cumsum(blocks) - blocks)[mine] * self.block
+            place = jnp.where(rank < head, mine * head + rank, behind + rank - head)
+        return jnp.where(group < self.groups, place, self.rows)
+
+    def blocks_behind(self, group_sizes: Int[Array, " E"]) -> Int[Array, " E"]:
+        """How many blocks each group has besides its first one."""
+        rest = jnp.maximum(group_sizes - self.block, 0) if self.first else group_sizes
+        return -(-rest // self.block)
 
 
-def aligned_rows(rows: int, groups: int, block: int) -> int:
-    """Rows that hold any split of `rows` into groups, each padded to whole blocks."""
-    return (-(-rows // block) + groups) * block
+def layout(
+    rows: int,
+    groups: int,
+    *,
+    expected: int | None = None,
+    largest: int | None = None,
+    backend: Backend | None = None,
+) -> Layout:
+    """The layout that any split of rows into groups fits in, chosen for an even one.
+
+    Args:
+      rows: At most so many rows have a group.
+      groups: Number of groups.
+      expected: How many rows are expected to have one; None: all.
+      largest: No group has more; None: `rows`.
+      backend: As for `grouped_matmul`.
+
+    Raises:
+      ValueError: The backend is unknown.
+    """
+    backend = backend or default_backend()
+    if backend == "ragged":
+        return Layout(groups, rows, 0, False)
+    if backend != "blocks":
+        raise ValueError(f"grouped_matmul backend {backend!r} is unknown; use 'ragged' or 'blocks'")
+    expected, largest = rows if expected is None else expected, min(largest or rows, rows)
+    mean = expected / groups
+    # Groups that chance makes larger than their mean mostly fit in one block, too.
+    fits = -(-math.ceil(mean + 3 * mean**0.5) // 8) * 8
+    block = max(1, min(fits, largest, _LARGEST_BLOCK))
+    first = mean >= 0.5  # else most groups are empty
+    each = -(-largest // block) - first  # blocks of a group behind the first ones, at most
+    behind = min(rows // block if first else min(rows, rows // block + groups), groups * each)
+    return Layout(groups, (groups * first + behind) * block, block, first)
 
 
-def align(
-    group_sizes: Int[Array, " E"], rows: int, block: int
-) -> tuple[Int[Array, " E"], Int[Array, " M"]]:
-    """Pads every group to whole blocks.
+def grouped(
+    stages: Sequence[Stage],
+    x: Float[Array, "M D"],
+    params: Any,
+    group_sizes: Int[Array, " E"],
+    laid: Layout,
+) -> Float[Array, "M F"]:
+    """Takes each row through the stages, one after the other, with its group's parameters.
+
+    Args:
+      stages: Functions known by identity: the same ones in every call, or each call compiles.
+      x: Rows laid out by `laid.places`; places that hold no row have any finite value.
+      params: Pytree of arrays [E, ...].
+      group_sizes: Rows of each group, int32.
+      laid: The layout.
 
     Returns:
-      The padded sizes, and for each sorted row the place it moves to (rows past the last group
-      move out of bounds).
+      The last stage's values, laid out alike; the gradients of places that hold no row are to be
+      0. An empty group's parameters get a gradient of exactly 0.
+
+    Raises:
+      ValueError: x has not the layout's rows.
     """
-    sizes = -(-group_sizes // block) * block
-    ends = jnp.cumsum(group_sizes)
-    row = jnp.arange(rows, dtype=jnp.int32)
-    group = jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
-    safe = jnp.minimum(group, group_sizes.shape[0] - 1)
-    shift = (jnp.cumsum(sizes) - sizes) - (ends - group_sizes)
-    bound = aligned_rows(rows, group_sizes.shape[0], block)
-    return sizes, jnp.where(group < group_sizes.shape[0], row + shift[safe], bound)
+    if x.shape[0] != laid.rows:
+        raise ValueError(f"{x.shape[0]} rows are laid out; this layout has {laid.rows} places")
+    if laid.block:
+        return _over_blocks(tuple(stages), x, params, group_sizes, laid)
+    group = _group(group_sizes, jnp.arange(laid.rows))
+
+    def dot(x: Array, weights: Array, bias: Array | None = None) -> Array:
+        y = jax.lax.ragged_dot(x, weights, group_sizes)
+        return y if bias is None else y + bias.at[group].get(mode="fill", fill_value=0)
+
+    for stage in stages:
+        x = stage(dot, x, params)
+    return x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _aligned_blocks(x: Array, weights: Array, sizes: Array, block: int) -> Array:
-    return _blocks_forward(x, weights, sizes, block)[0]
+def _dot(x: Array, weights: Array, bias: Array | None = None) -> Array:
+    """For one block and its group, or as many blocks as groups."""
+    y = x @ weights
+    return y if bias is None else y + bias[..., None, :]
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 4))
 def _over_blocks(
-    init: Array,
-    sizes: Array,
-    block: int,
-    step: Callable[[Array, Array, Array], Array],
-    *like: Array,
+    stages: tuple[Stage, ...], x: Array, params: Any, sizes: Array, laid: Layout
 ) -> Array:
-    """Carries `init` through (carry, block, its group) of the blocks that have a group.
+    return _blocks_forward(stages, x, params, sizes, laid, kept=len(stages) - 1)[0]
 
-    A loop with as many turns as there are such blocks: it reads each group's matrix where it lies,
-    where one batched product would first copy a matrix for every block there could be.
+
+def _over_groups(laid: Layout, sizes: Array, turn: Callable, init: Any, *like: Any) -> Any:
+    """Carries `init` through `turn(carry, group, start, stop)` of the groups that need it.
+
+    Those are the groups with blocks behind the first ones, from `start` on and below `stop`. A loop
+    takes each group's matrices once, where one batched product would first copy them for every
+    block that there could be.
     """
     # A 0 that inside shard_map counts as differing over the axes over which these do, as the carry
     # of a loop has to.
-    nothing = sum(jnp.isnan(x.reshape(-1)[0]).astype(jnp.int32) * 0 for x in like) + sizes[0] * 0
-    init = init + nothing.astype(init.dtype)
-    ends = jnp.cumsum(sizes) // block
+    leaves = [jnp.isnan(x.reshape(-1)[0]) for x in jax.tree.leaves(like)]
+    nothing = sum(x.astype(jnp.int32) * 0 for x in leaves) + sizes[0] * 0
+    init = jax.tree.map(lambda x: x + nothing.astype(x.dtype), init)
+    blocks = laid.blocks_behind(sizes)
+    stops, needy = jnp.cumsum(blocks), jnp.argsort(blocks == 0, stable=True)
 
-    def turn(i: Array, carry: Array) -> Array:
-        return step(carry, i, jnp.searchsorted(ends, i, side="right"))
+    def body(i: Array, carry: Any) -> Any:
+        group = needy[i]
+        return turn(carry, group, stops[group] - blocks[group], stops[group])
 
-    return jax.lax.fori_loop(0, ends[-1], turn, init)
-
-
-def _blocks_forward(x: Array, weights: Array, sizes: Array, block: int) -> tuple[Array, tuple]:
-    if x.shape[0] % block:
-        raise ValueError(f"{x.shape[0]} rows are not whole blocks of {block}")
-    tiles = x.reshape(-1, block, x.shape[1])
-
-    def step(out: Array, i: Array, group: Array) -> Array:
-        return out.at[i].set(tiles[i] @ weights[group])
-
-    out = jnp.zeros((*tiles.shape[:2], weights.shape[2]), x.dtype)
-    out = _over_blocks(out, sizes, block, step, x, weights)
-    return out.reshape(x.shape[0], -1), (x, weights, sizes)
+    return jax.lax.fori_loop(0, (blocks > 0).sum(), body, init)
 
 
-def _blocks_backward(block: int, saved: tuple, g: Array) -> tuple[Array, Array, np.ndarray]:
-    x, weights, sizes = saved
-    tiles, g = x.reshape(-1, block, x.shape[1]), g.reshape(-1, block, g.shape[1])
-
-    def inputs(out: Array, i: Array, group: Array) -> Array:
-        return out.at[i].set(g[i] @ weights[group].T)
-
-    def matrices(out: Array, i: Array, group: Array) -> Array:
-        part = jnp.matmul(tiles[i].T, g[i], preferred_element_type=jnp.float32)
-        return out.at[group].add(part)
-
-    dx = _over_blocks(jnp.zeros_like(tiles), sizes, block, inputs, g, weights)
-    dw = _over_blocks(jnp.zeros(weights.shape, jnp.float32), sizes, block, matrices, x, g)
-    return dx.reshape(x.shape), dw.astype(weights.dtype), np.zeros(sizes.shape, jax.dtypes.float0)
+def _parts(x: Array, laid: Layout) -> tuple[Array, Array]:
+    """Rows as blocks: the first of each group, and those behind."""
+    tiles = x.reshape(-1, laid.block, *x.shape[1:])
+    head = laid.groups * laid.first
+    return tiles[:head], tiles[head:]
 
 
-_aligned_blocks.defvjp(_blocks_forward, _blocks_backward)
+def _whole(parts: list[Array]) -> Array:
+    """The inverse of `_parts`, of those there are."""
+    rows = [x.reshape(-1, *x.shape[2:]) for x in parts]
+    return rows[0] if len(rows) == 1 else jnp.concatenate(rows)
+
+
+def _run(stages: tuple[Stage, ...], value: Any, params: Any) -> list[Any]:
+    """The values after each stage."""
+    values = []
+    for stage in stages:
+        value = stage(_dot, value, params)
+        values.append(value)
+    return values
+
+
+def _put(all_: Any, i: Array, one: Any) -> Any:
+    """Each array with its i-th entry replaced."""
+    put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
+    return jax.tree.map(lambda a, o: put(a, o, index=i), all_, one)
+
+
+def _blocks_forward(
+    stages: tuple[Stage, ...], x: Array, params: Any, sizes: Array, laid: Layout, kept: int = 0
+) -> tuple[Array, tuple]:
+    """The last values, and with them what backward needs: those from number `kept` on."""
+    head, behind = _parts(x, laid)
+    first: list[Any] = []
+    later: list[Any] = []
+    if laid.first:
+        first = _run(stages, head, params)[kept:]
+    if behind.shape[0]:
+
+        def run(i: Array | int, own: Any) -> list[Any]:
+            return _run(stages, behind[i], own)[kept:]
+
+        def turn(values: Any, group: Array, start: Array, stop: Array) -> Any:
+            own = _of(params, group)
+            return jax.lax.fori_loop(start, stop, lambda i, v: _put(v, i, run(i, own)), values)
+
+        shapes = jax.eval_shape(lambda: run(0, _of(params, 0)))
+        zeros = jax.tree.map(lambda s: jnp.zeros((len(behind), *s.shape), s.dtype), shapes)
+        later = _over_groups(laid, sizes, turn, zeros, x, params)
+    out = _whole([values[-1] for values in (first, later) if values])
+    return out, (x, first[:-1], later[:-1], params, sizes)
+
+
+def _of(params: Any, group: Array | int) -> Any:
+    return jax.tree.map(lambda p: p[group], params)
+
+
+def _pull(stages: tuple[Stage, ...], values: list[Any], params: Any, g: Array) -> tuple[Array, Any]:
+    """Gradients of the first value and of the parameters."""
+    total = None
+    for stage, value in zip(reversed(stages), reversed(values), strict=True):
+        g, own = jax.vjp(functools.partial(stage, _dot), value, params)[1](g)
+        total = own if total is None else jax.tree.map(jnp.add, total, own)
+    return g, total
+
+
+def _blocks_backward(
+    stages: tuple[Stage, ...], laid: Layout, saved: tuple, g: Array
+) -> tuple[Array, Any, np.ndarray]:
+    x, first, later, params, sizes = saved
+    (head, behind), (g_head, g_behind) = _parts(x, laid), _parts(g, laid)
+    dx: list[Array] = []
+    total = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    if laid.first:
+        own, total = _pull(stages, [head, *first], params, g_head)
+        dx.append(own)
+    if behind.shape[0]:
+
+        def turn(carry: Any, group: Array, start: Array, stop: Array) -> Any:
+            own = _of(params, group)
+
+            def block(i: Array, carry: Any) -> Any:
+                dx, total = carry
+                values = [behind[i], *(jax.tree.map(lambda v: v[i], value) for value in later)]
+                g, part = _pull(stages, values, own, g_behind[i])
+                return _put(dx, i, g), jax.tree.map(lambda t, p: t + p, total, part)
+
+            dx, total = carry
+            dx, mine = jax.lax.fori_loop(start, stop, block, (dx, _of(total, group)))
+            return dx, _put(total, group, mine)
+
+        # Sums of many blocks are kept in float32.
+        total = jax.tree.map(lambda t: t.astype(jnp.float32), total)
+        init = jnp.zeros_like(behind), total
+        own, total = _over_groups(laid, sizes, turn, init, x, params, g)
+        dx.append(own)
+    total = jax.tree.map(lambda t, p: t.astype(p.dtype), total, params)
+    return _whole(dx), total, np.zeros(sizes.shape, jax.dtypes.float0)
+
+
+_over_blocks.defvjp(_blocks_forward, _blocks_backward)

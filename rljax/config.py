@@ -53,7 +53,7 @@ class ModelSettings:
     """distillation: a Hugging Face folder, a .gguf file, or smollm2, of the policy's vocabulary."""
     mesh: str = ""
     """Sizes of mesh axes, such as data=2,fsdp=4,expert=2; their product is the number of devices.
-    Empty puts all devices on fsdp. Rows and slots are split over data×fsdp×expert."""
+    Empty puts all devices on fsdp. Rows and slots are split over stage×data×fsdp×expert."""
     train_rules: str = ""
     """Changes to how weights lie on the mesh in the update, as logical axis=mesh axes, such as
     vocab= (whole); the tables are TRAIN_RULES and ROLLOUT_RULES of rljax.mesh."""
@@ -66,6 +66,12 @@ class ModelSettings:
     expert_exchange: Literal["gather", "all_to_all"] | None = None
     """Mesh axis expert: whether devices show their tokens to all experts, or send each token to the
     devices that hold its own; never changes a result. Unset: what moves less."""
+    pipeline_repeats: int = 1
+    """Mesh axis stage: how many pieces of its layers, not neighbours, each stage holds of equal
+    layers. More of them wait less and send more; never changes a result."""
+    pipeline_rows: int = 1
+    """Mesh axis stage: rows that a device has of a micro-batch on its way through the stages. Fewer
+    of them wait less and read weights more often; never changes a result."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,6 +302,24 @@ class RunSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProcessSettings:
+    """The processes of a run on several hosts; each is started by the same command.
+
+    They see one file system, where run_dir is.
+    """
+
+    coordinator: str = ""
+    """HOST:PORT of process 0, where the processes find each other; empty: what Slurm, Open MPI,
+    GKE or a TPU pod says, else there is one process."""
+    num_processes: int | None = None
+    """With coordinator: how many there are. 1: this one alone, whatever the cluster says."""
+    process_id: int | None = None
+    """With coordinator: which of them this is, from 0."""
+    heartbeat_timeout: int = 100
+    """Seconds after which a process that says nothing is taken for dead, and all others end."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """A run, whole."""
 
@@ -308,6 +332,7 @@ class Config:
     supervised: SupervisedSettings = SupervisedSettings()
     evals: EvalSettings = EvalSettings()
     run: RunSettings = RunSettings()
+    processes: ProcessSettings = ProcessSettings()
 
     @property
     def updates(self) -> int:
@@ -326,6 +351,8 @@ class Config:
         if r.temperature <= 0:
             raise ValueError(f"temperature={r.temperature} cannot be trained with; use above 0")
         for name, value in (
+            ("pipeline_repeats", self.model.pipeline_repeats),
+            ("pipeline_rows", self.model.pipeline_rows),
             ("max_support", r.max_support),
             ("prompts_per_step", r.prompts_per_step),
             ("num_generations", r.num_generations),

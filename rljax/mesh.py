@@ -13,18 +13,22 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from rljax import processes
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from rljax.models import ModelConfig
     from rljax.planning import Layout, Work
 
-AXES = ("data", "fsdp", "expert", "context", "tensor", "stage")
-"""Mesh axes, in the order of the device grid; each has size 1 unless asked for."""
+AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
+"""Mesh axes, in the order of the device grid; each has size 1 unless asked for. Neighbours in the
+grid differ in the last: stages send each other least, and are farthest apart."""
 
-BATCH_AXES = ("data", "fsdp", "expert")
-"""The mesh axes over which rows of a batch and slots of the sampler are split. The expert axis is
-one of them, so that no device is idle outside the experts; inside them tokens are exchanged."""
+BATCH_AXES = ("stage", "data", "fsdp", "expert")
+"""The mesh axes over which rows of a batch and slots of the sampler are split. Experts and stages
+are among them, so that no device is idle outside the experts or outside the layers; inside experts
+tokens are exchanged, and through the stages of the layers rows pass in turns."""
 
 Rules = Mapping[str, str | tuple[str, ...] | None]
 """Logical axis of a weight -> the mesh axis that splits it, or several of them, which then do so in
@@ -41,12 +45,14 @@ TRAIN_RULES: Rules = {
     "mlp": "tensor",
     "vocab": "tensor",
     "experts": "expert",
-    "layers": None,
+    "layers": "stage",
 }
-"""Weights, gradients and optimizer state while training."""
+"""Weights, gradients and optimizer state while training. Where layers do not divide over their mesh
+axis, it splits `embed` beside that one's own, and nothing of the layers is lost or added."""
 
-ROLLOUT_RULES: Rules = {**TRAIN_RULES, "embed": None}
-"""Weights while sampling: whole on every data and fsdp shard, so that decoding gathers nothing.
+ROLLOUT_RULES: Rules = {**TRAIN_RULES, "embed": None, "layers": None}
+"""Weights while sampling: whole on every stage, data and fsdp shard, so that decoding gathers
+nothing and no stage waits for another.
 
 Where experts are too large for that, `experts` may name more axes, such as `("fsdp", "expert")`:
 each device then holds fewer of them, and tokens travel further."""
@@ -64,8 +70,8 @@ def make(*, devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
       **sizes: The size of each axis that is not 1, such as `data=2, fsdp=4`.
 
     Raises:
-      ValueError: An axis is unknown, a size is below 1, there are stages, or the product of the
-        sizes is not the number of devices.
+      ValueError: An axis is unknown, a size is below 1, or the product of the sizes is not the
+        number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
     grid = np.asarray(devices).reshape(_shape(sizes, len(devices)))
@@ -85,11 +91,6 @@ def _shape(sizes: Mapping[str, int], num_devices: int) -> tuple[int, ...]:
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"mesh axis {name}={size} must be at least 1")
-    if sizes.get("stage", 1) > 1:
-        raise ValueError(
-            f"mesh axis stage={sizes['stage']}: layers do not run as a pipeline; leave it at 1 and "
-            "split weights over fsdp, tensor or expert"
-        )
     shape = tuple(sizes.get(name, 1) for name in AXES)
     total = math.prod(shape)
     if total != num_devices:
@@ -172,6 +173,9 @@ def sharding(
 ) -> NamedSharding:
     """The sharding of one weight: its logical axes mapped through a rule table.
 
+    Layers that do not divide over their mesh axis leave it to `embed`, to split beside its own;
+    weights without an embed dimension, which are small, are whole there.
+
     Args:
       mesh: A mesh with the axes of `AXES`; of devices or abstract.
       shape: The weight's shape.
@@ -183,37 +187,43 @@ def sharding(
       ValueError: A logical axis has no rule, a mesh axis is unknown or would be used twice, or a
         size does not divide.
     """
-    spec: list[str | tuple[str, ...] | None] = []
+    ways = dict(mesh.shape)
+    spec: list[tuple[str, ...]] = []
+    left_over: tuple[str, ...] = ()
     for size, logical in zip(shape, axes, strict=True):
         if logical is not None and logical not in rules:
             raise ValueError(f"{name}: logical axis {logical!r} has no rule; add it to the table")
         target = rules[logical] if logical is not None else None
         targets = (target,) if isinstance(target, str) else target or ()
         for axis in targets:
-            if axis not in mesh.shape:
+            if axis not in ways:
                 raise ValueError(
                     f"{name}: logical axis {logical!r} is mapped to mesh axis {axis!r} which is "
                     f"unknown; the axes are {', '.join(mesh.axis_names)}"
                 )
-        used = tuple(axis for axis in AXES if axis in targets and mesh.shape[axis] > 1)
-        for axis in used:
-            if axis in axes_of(P(*spec)):
+        split = tuple(axis for axis in AXES if axis in targets and ways[axis] > 1)
+        if logical == "layers" and size % math.prod(ways[axis] for axis in split):
+            left_over, split = split, ()
+        elif logical == "embed":
+            split += left_over
+        for axis in split:
+            if any(axis in other for other in spec):
                 raise ValueError(
                     f"{name}: mesh axis {axis!r} would split two dimensions of {tuple(shape)} "
                     f"(axes {tuple(axes)}); map one of them to another mesh axis or to None"
                 )
-        ways = math.prod(mesh.shape[axis] for axis in used)
-        if size % ways:
-            over = "×".join(used)
+        total = math.prod(ways[axis] for axis in split)
+        if size % total:
+            over = "×".join(split)
             fits = [n for n in range(1, size + 1) if size % n == 0]
-            below, above = [n for n in fits if n < ways][-1:], [n for n in fits if n > ways][:1]
+            below, above = [n for n in fits if n < total][-1:], [n for n in fits if n > total][:1]
             near = " and ".join(f"{over}={n}" for n in below + above)
             raise ValueError(
                 f"{name}: axis {logical!r} of size {size} does not divide over mesh axis "
-                f"{over}={ways}; the nearest that divide it: {near}"
+                f"{over}={total}; the nearest that divide it: {near}"
             )
-        spec.append(used if len(used) > 1 else used[0] if used else None)
-    return NamedSharding(mesh, P(*spec))
+        spec.append(split)
+    return NamedSharding(mesh, P(*(s[0] if len(s) == 1 else s or None for s in spec)))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -400,10 +410,10 @@ def shard_rows(tree: Any, mesh: Mesh) -> Any:
     def put(x: Any) -> jax.Array:
         if np.shape(x)[0] % parts:
             raise ValueError(
-                f"{np.shape(x)[0]} rows do not divide over data×fsdp×expert = {parts} devices; "
-                "change the batch size or the mesh"
+                f"{np.shape(x)[0]} rows do not divide over stage×data×fsdp×expert = {parts} "
+                "devices; change the batch size or the mesh"
             )
-        return jax.device_put(x, batch_sharding(mesh))
+        return processes.put(x, batch_sharding(mesh))
 
     return jax.tree.map(put, tree)
 

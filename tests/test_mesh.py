@@ -41,9 +41,8 @@ def test_make_has_all_axes_of_type_auto():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"model": 8}, "mesh axis 'model' is unknown; the axes are data, fsdp, expert"),
+        ({"model": 8}, "mesh axis 'model' is unknown; the axes are stage, data, fsdp, expert"),
         ({"data": 0, "fsdp": 8}, "mesh axis data=0 must be at least 1"),
-        ({"fsdp": 4, "stage": 2}, "mesh axis stage=2: layers do not run as a pipeline; leave it"),
         ({"fsdp": 3, "expert": 2}, "fsdp=3,expert=2 needs 6 devices, got 8; fsdp=4 would fit"),
         ({"fsdp": 3, "expert": 3}, "needs 9 devices, got 8; choose sizes whose product is 8"),
         (
@@ -117,6 +116,19 @@ def test_sharding_maps_logical_axes_through_the_rules():
     )
 
 
+def test_stages_split_layers_or_where_they_do_not_divide_embed():
+    mesh = meshes.make(stage=2, fsdp=2, tensor=2)
+    axes = ("layers", "embed", "mlp")
+    spec = {n: meshes.sharding(mesh, (n, 8, 6), axes, meshes.TRAIN_RULES).spec for n in (4, 3)}
+    assert spec == {4: P("stage", "fsdp", "tensor"), 3: P(None, ("fsdp", "stage"), "tensor")}
+    # What has no such dimension is whole; so is everything where layers are not to be split.
+    norm = meshes.sharding(mesh, (3, 8), ("layers", None), meshes.TRAIN_RULES)
+    rollout = meshes.sharding(mesh, (4, 8, 6), axes, meshes.ROLLOUT_RULES)
+    assert (norm.spec, rollout.spec) == (P(None, None), P(None, None, "tensor"))
+    with pytest.raises(ValueError, match=r"'embed' of size 6 .* fsdp×stage=4; .*fsdp×stage=3 and"):
+        meshes.sharding(mesh, (3, 6, 6), axes, meshes.TRAIN_RULES)
+
+
 @pytest.mark.parametrize(
     ("shape", "axes", "rules", "message"),
     [
@@ -184,7 +196,7 @@ def test_every_parameter_has_a_rule_and_a_shard():
         models.shardings(CONFIG, meshes.make(fsdp=4, tensor=2), twice)
 
 
-def test_rows_are_split_over_data_fsdp_and_expert():
+def test_rows_are_split_over_batch_axes():
     mesh = meshes.make(data=2, fsdp=2, tensor=2)
     assert meshes.batch_shards(mesh) == 4 and meshes.batch_shards(None) == 1
     tree = {"a": np.arange(8), "b": np.ones((4, 3))}
@@ -192,7 +204,9 @@ def test_rows_are_split_over_data_fsdp_and_expert():
     assert put["a"].sharding.shard_shape((8,)) == (2,)
     assert put["b"].sharding.shard_shape((4, 3)) == (1, 3)
     assert np.array_equal(put["a"], tree["a"])
-    with pytest.raises(ValueError, match="6 rows do not divide over data×fsdp×expert = 4 devices"):
+    with pytest.raises(
+        ValueError, match="6 rows do not divide over stage×data×fsdp×expert = 4 devices"
+    ):
         meshes.shard_rows(np.ones(6), mesh)
     whole = jax.device_put(np.ones(6), meshes.replicated(mesh))
     assert whole.sharding.is_fully_replicated

@@ -233,6 +233,11 @@ class ModelConfig:
       remat: Whether each layer's activations are recomputed in the backward pass.
       expert_exchange: How tokens meet experts on other devices (see `experts.parallel_experts`);
         None: as moves less.
+      pipeline_repeats: On a mesh with stages: how many pieces of its layers, not neighbours, each
+        stage holds of a stack (see `pipeline`). More of them wait less and send more; from two on a
+        piece is recomputed as a whole in the backward pass, whatever `remat` says.
+      pipeline_rows: Rows that a device has of a micro-batch in the pipeline, as far as they divide;
+        fewer of them wait less, and read the weights more often.
       family: The transformers `model_type` whose weight names it is saved under.
       max_position: The longest sequence it was made for; informative.
     """
@@ -245,6 +250,8 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: bool = False
     expert_exchange: Literal["gather", "all_to_all"] | None = None
+    pipeline_repeats: int = 1
+    pipeline_rows: int = 1
     family: str = "qwen3"
     max_position: int = 32_768
 

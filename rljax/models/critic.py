@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from rljax import mesh as meshes
+from rljax import processes
 from rljax.models.config import ModelConfig
 from rljax.models.forward import states_before
 from rljax.models.parameters import Params, abstract
@@ -35,7 +36,7 @@ def init_critic(params: Params, config: ModelConfig, mesh: Mesh | None = None) -
         value = jnp.zeros(config.hidden_size, jnp.float32)
         return {"model": jax.tree.map(jnp.copy, params), "value": value}
 
-    return jax.jit(build, out_shardings=out)(params)
+    return processes.in_turn(jax.jit(build, out_shardings=out))(params)
 
 
 def abstract_critic(config: ModelConfig) -> Params:

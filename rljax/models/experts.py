@@ -16,7 +16,6 @@ from rljax_kernels import grouped_matmul as gmm
 from rljax.mesh import gather, varies, vary_alike
 from rljax.models.config import Experts
 
-Dispatch = Literal["all", "sorted"]
 Exchange = Literal["gather", "all_to_all"]
 
 
@@ -115,82 +114,45 @@ def experts(
     x: Float[Array, "N D"],
     chosen: Int[Array, "N k"],
     weights: Float[Array, "N k"],
-    dispatch: Dispatch | None = None,
     activation: Literal["silu", "clamped"] = "silu",
     devices: int = 1,
 ) -> Float[Array, "N D"]:
     """Σ over the chosen experts of weight · expert; no token is dropped.
 
+    A token's bits do not depend on the other tokens.
+
     Args:
       params: `gate`, `up` [E, D, F] and `down` [E, F, D]; with biases also `gate_bias`, `up_bias`
         [E, F] and `down_bias` [E, D].
       x: Hidden states, in the compute dtype.
-      chosen: Experts of each token; those not below E add nothing.
+      chosen: Experts of each token, none of them twice; those not below E add nothing.
       weights: Their weights, float32.
-      dispatch: `all` sends every token through every expert, for few tokens or few experts: its
-        row bits do not depend on the other rows. `sorted` sorts tokens by expert for
-        `grouped_matmul`. None: the cheaper by count of rows.
       activation: As in `Experts`.
       devices: Over how many devices all experts are spread, of which these are one's.
     """
     n, k = chosen.shape
     e = params["gate"].shape[0]
-    block = gmm.block_size(n * k, e) if gmm.default_backend() == "blocks" else 1
-    if dispatch is None:
-        # Sorted, only rows that have an expert here cost anything.
-        rows = n * k // devices
-        dispatch = "all" if n * e <= 2 * (rows + e * block) else "sorted"
-    biased = "down_bias" in params
-
-    def cast(name: str) -> Array:
-        return params[name].astype(x.dtype)
-
-    if dispatch == "all":
-
-        def every(name: str) -> Array:
-            m = cast(name)
-            if n < m.shape[1]:
-                # Few rows: as a batch of E, for turning the weights round would cost more.
-                each = jnp.broadcast_to(x, (e, *x.shape))
-                y = jnp.einsum("end,edf->enf", each, m).swapaxes(0, 1)
-            else:
-                # Many rows: one plain matmul over [D, E·F] is faster than a batch of E on CPU.
-                y = (x @ m.transpose(1, 0, 2).reshape(m.shape[1], -1)).reshape(n, e, -1)
-            return y + cast(f"{name}_bias") if biased else y
-
-        share = jnp.zeros((n, e), jnp.float32).at[jnp.arange(n)[:, None], chosen].add(weights)
-        hidden = _activate(every("gate"), every("up"), activation)
-        weighed = hidden.astype(jnp.float32) * share[:, :, None]
-        down = cast("down")
-        out = weighed.reshape(n, -1).astype(x.dtype) @ down.reshape(-1, down.shape[2])
-        return out + share.astype(x.dtype) @ cast("down_bias") if biased else out
-
+    laid = gmm.layout(n * k, e, expected=-(-n * k // devices), largest=n)
+    params = jax.tree.map(lambda p: p.astype(x.dtype), params)
+    run = functools.partial(gmm.grouped, _STAGES[activation], params=params, laid=laid)
+    if laid.first and laid.block == n:
+        # Every expert has room for all tokens: they need not be moved.
+        out = run(jnp.tile(x, (e, 1)), group_sizes=jnp.full((e,), n, jnp.int32))
+        place = jnp.where(chosen < e, chosen * n + jnp.arange(n)[:, None], e * n)
+        return _weighed(_rows_at(out, place), weights, x.dtype)
     flat = chosen.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.bincount(flat, length=e).astype(jnp.int32)
-    if block > 1:
-        sizes, target = gmm.align(sizes, n * k, block)
-        rows = gmm.aligned_rows(n * k, e, block)
-    else:
-        target, rows = jnp.arange(n * k, dtype=jnp.int32), n * k
-    target = jnp.where(flat[order] < e, target, rows)  # out of bounds: read by nobody
-    source = jnp.full((rows,), n * k, jnp.int32).at[target].set(order, mode="drop")
-    place = jnp.zeros((n * k,), jnp.int32).at[order].set(target)
+    places = laid.places(flat[order], sizes)
+    source = jnp.full((laid.rows,), n * k, jnp.int32).at[places].set(order, mode="drop")
+    place = jnp.zeros((n * k,), jnp.int32).at[order].set(places)
     spread = _gather_rows(x, source // k, place.reshape(n, k))
+    out = run(spread, group_sizes=sizes)
+    return _weighed(_pick_rows(out, place, source).reshape(n, k, -1), weights, x.dtype)
 
-    grouped = functools.partial(
-        gmm.grouped_matmul, group_sizes=sizes, aligned=block if block > 1 else None
-    )
-    taken = (source < n * k)[:, None].astype(x.dtype)
 
-    def matmul(a: Array, name: str) -> Array:
-        y = grouped(a, cast(name))
-        # A bias is the row of a matrix with one input, which is 0 in rows that pad a group.
-        return y + grouped(taken, cast(f"{name}_bias")[:, None]) if biased else y
-
-    out = matmul(_activate(matmul(spread, "gate"), matmul(spread, "up"), activation), "down")
-    picked = _pick_rows(out, place, source).reshape(n, k, -1)
-    return jnp.einsum("nkd,nk->nd", picked.astype(jnp.float32), weights).astype(x.dtype)
+def _weighed(outputs: Float[Array, "N k D"], weights: Array, dtype: Any) -> Float[Array, "N D"]:
+    return jnp.einsum("nkd,nk->nd", outputs.astype(jnp.float32), weights).astype(dtype)
 
 
 def parallel_experts(
@@ -336,11 +298,23 @@ def _swap_backward(
 _swap.defvjp(_swap_forward, _swap_backward)
 
 
-def _activate(gate: Array, up: Array, activation: Literal["silu", "clamped"]) -> Array:
-    if activation == "silu":
-        return jax.nn.silu(gate) * up
-    gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
-    return gate * jax.nn.sigmoid(GAIN * gate) * (up + 1)
+def _gate_and_up(dot: gmm.Dot, x: Array, params: dict[str, Array]) -> tuple[Array, Array]:
+    gate = dot(x, params["gate"], params.get("gate_bias"))
+    return gate, dot(x, params["up"], params.get("up_bias"))
+
+
+def _down_silu(dot: gmm.Dot, hidden: tuple[Array, Array], params: dict[str, Array]) -> Array:
+    gate, up = hidden
+    return dot(jax.nn.silu(gate) * up, params["down"], params.get("down_bias"))
+
+
+def _down_clamped(dot: gmm.Dot, hidden: tuple[Array, Array], params: dict[str, Array]) -> Array:
+    gate, up = jnp.minimum(hidden[0], CLAMP), jnp.clip(hidden[1], -CLAMP, CLAMP)
+    gated = gate * jax.nn.sigmoid(GAIN * gate) * (up + 1)
+    return dot(gated, params["down"], params.get("down_bias"))
+
+
+_STAGES = {"silu": (_gate_and_up, _down_silu), "clamped": (_gate_and_up, _down_clamped)}
 
 
 # Gathers whose transposes are gathers too: XLA's scatter-add is slow on CPU and unordered on GPU.
@@ -370,18 +344,21 @@ def _rows_at(x: Array, index: Array) -> Array:
 _pick_rows.defvjp(_pick_forward, _pick_backward)
 
 
+@jax.custom_vjp
 def _gather_rows(x: Array, index: Array, readers: Array) -> Array:
-    """x[index]; `readers` [N, k] are the output rows of each x row. Out of range is 0, or none."""
+    """x[index], its last row for an index out of range.
 
-    @jax.custom_vjp
-    def take(x: Array, index: Array, readers: Array) -> Array:
-        return _rows_at(x, index)
+    `readers` [N, k] are the output rows that read each x row; out of range: nobody.
+    """
+    return x.at[index].get(mode="clip")
 
-    def forward(x: Array, index: Array, readers: Array) -> tuple[Array, Array]:
-        return _rows_at(x, index), readers
 
-    def backward(readers: Array, g: Array) -> tuple[Array, None, None]:
-        return _rows_at(g, readers).astype(jnp.float32).sum(1).astype(g.dtype), None, None
+def _gather_forward(x: Array, index: Array, readers: Array) -> tuple[Array, Array]:
+    return _gather_rows(x, index, readers), readers
 
-    take.defvjp(forward, backward)
-    return take(x, index, readers)
+
+def _gather_backward(readers: Array, g: Array) -> tuple[Array, None, None]:
+    return _rows_at(g, readers).astype(jnp.float32).sum(1).astype(g.dtype), None, None
+
+
+_gather_rows.defvjp(_gather_forward, _gather_backward)

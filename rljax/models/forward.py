@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
@@ -27,6 +29,7 @@ from rljax.mesh import (
     vary_over,
 )
 from rljax.models import experts as moe
+from rljax.models import pipeline
 from rljax.models.balance import balance_loss
 from rljax.models.config import (
     Attention,
@@ -35,10 +38,12 @@ from rljax.models.config import (
     LatentAttention,
     ModelConfig,
     RopeScaling,
+    Stack,
     Yarn,
 )
 from rljax.models.experts import RouterOutputs
-from rljax.models.parameters import Params
+from rljax.models.parameters import Params, declare
+from rljax.models.pipeline import Layers, Outputs
 
 
 class Attend(Protocol):
@@ -165,26 +170,25 @@ def attend_masked(
     return out.transpose(0, 3, 1, 2, 4).reshape(b, t, h, -1)
 
 
-def full_attention(
-    positions: Int[Array, "B T"],
-    segments: Int[Array, "B T"],
-    prefix: Int[Array, "B T"] | None = None,
-) -> Attend:
+@struct.dataclass
+class FullAttention:
     """Causal attention within each segment of a row, and over its prefix; there is no cache.
 
-    Args:
+    Attributes:
       positions: Places in the sequence, from which windows are measured.
       segments: Sequences of a row by number.
       prefix: The segment that a position sees besides its own (a prompt shared by several
-        responses); 0 for none.
+        responses), 0 for none; None: there are none.
+      causal: Which keys each query may see where there is no window.
     """
-    row = jnp.arange(segments.shape[1])
-    seen = segments[:, :, None] == segments[:, None, :]
-    if prefix is not None:
-        seen = seen | ((prefix[:, :, None] == segments[:, None, :]) & (prefix > 0)[:, :, None])
-    causal = seen & (row[:, None] >= row[None, :])
 
-    def attend(
+    positions: Int[Array, "B T"]
+    segments: Int[Array, "B T"]
+    prefix: Int[Array, "B T"] | None
+    causal: Bool[Array, "B T T"]
+
+    def __call__(
+        self,
         q: Array,
         k: Array,
         v: Array,
@@ -195,9 +199,11 @@ def full_attention(
         window: int | None = None,
         sinks: Array | None = None,
     ) -> tuple[Array, Any]:
-        allowed = causal
+        """As in `Attend`."""
+        allowed = self.causal
         if window is not None:
-            allowed = causal & (positions[:, :, None] - positions[:, None, :] < window)
+            apart = self.positions[:, :, None] - self.positions[:, None, :]
+            allowed = allowed & (apart < window)
         if not split("context"):
             return _attend_finite(q, k, v, allowed, sinks, scale), cache
         # Each device has the queries of its part of the rows, and gathers keys and values.
@@ -209,7 +215,18 @@ def full_attention(
         )
         return local(q, k, v, allowed, sinks), cache
 
-    return attend
+
+def full_attention(
+    positions: Int[Array, "B T"],
+    segments: Int[Array, "B T"],
+    prefix: Int[Array, "B T"] | None = None,
+) -> FullAttention:
+    """Causal attention within each segment of a row, and over its prefix, if it has any."""
+    row = jnp.arange(segments.shape[1])
+    seen = segments[:, :, None] == segments[:, None, :]
+    if prefix is not None:
+        seen = seen | ((prefix[:, :, None] == segments[:, None, :]) & (prefix > 0)[:, :, None])
+    return FullAttention(positions, segments, prefix, seen & (row[:, None] >= row[None, :]))
 
 
 def _attend_gathered(
@@ -412,8 +429,9 @@ def _mixture(
     specs, parted = {}, {}
     for name, w in p_routed.items():
         specs[name], parted[name] = _entering(w, _EXPERT_AXES.get(name, ()), axes)
-    # While sampling, a device has its experts already.
-    spread = vary_over(p["gate"]) + axes_of(specs["gate"][:1])
+    # While sampling, a device has its experts already; each stage has all of its layers'.
+    spread = tuple(axis for axis in vary_over(p["gate"]) if axis != "stage")
+    spread += axes_of(specs["gate"][:1])
     stats_specs = {"experts": rows, "load": P(), "entropy": P(), "flips": P()}
     if load is not None:
         stats_specs["auxiliary"] = rows
@@ -448,6 +466,67 @@ def _gather_part(w: Array, x: Array, dimension: int | None) -> Array:
         return w
     w, _ = vary_alike((w, x))
     return gather(w, "fsdp", dimension)
+
+
+def _run_layers(
+    stack: Stack,
+    config: ModelConfig,
+    layers: Layers,
+    x: Array,
+    positions: Array,
+    counted: Array,
+    attend: Attend,
+    cache: Any,
+    layer: int,
+) -> tuple[Array, Any, Outputs]:
+    """Runs layers of a stack one after the other; the first is the layer-th of the model."""
+
+    def repeat(
+        carry: tuple[Array, Any, Array | int], layers: Layers
+    ) -> tuple[tuple[Array, Any, Array | int], Outputs]:
+        x, cache, layer = carry
+        outputs: list[dict[str, Array]] = []
+        for i, (block, p) in enumerate(zip(stack.pattern, layers.weights, strict=True)):
+            with jax.named_scope("attention"):
+                y = rms_norm(x, p["attention_norm"], config.norm_eps)
+                y, cache = _attention(
+                    p["attention"], y, positions, block.attention, config, attend, layer + i, cache
+                )
+                x = constrain_rows(x + y)
+            with jax.named_scope("feed_forward"):
+                y = rms_norm(x, p["feed_forward_norm"], config.norm_eps)
+                if isinstance(block.feed_forward, Dense):
+                    y = _dense(p["feed_forward"], y)
+                else:
+                    old = None if layers.replay is None else layers.replay[len(outputs)]
+                    given = None if layers.loads is None else layers.loads[len(outputs)]
+                    y, stats = _mixture(
+                        p["feed_forward"], y, block.feed_forward, config, counted, old, given
+                    )
+                    outputs.append(stats)
+                x = constrain_rows(x + y)
+        stacked = jax.tree.map(lambda *a: jnp.stack(a), *outputs) if outputs else None
+        return (x, cache, layer + len(stack.pattern)), stacked
+
+    body = jax.checkpoint(repeat) if config.remat else repeat
+    if layers.count == 1:  # no loop: a cache may then hold an array for each layer
+        once = jax.tree.map(lambda a: a[0], layers)
+        (x, cache, _), stats = body((x, cache, layer), once)
+        return x, cache, jax.tree.map(lambda a: a[None], stats)
+    (x, cache, _), stats = jax.lax.scan(
+        body, (x, cache, jnp.int32(layer)), layers, unroll=layers.count <= _UNROLLED
+    )
+    return x, cache, stats
+
+
+def _run_rows(
+    stack: Stack, config: ModelConfig, layers: Layers, x: Array, rows: tuple[Any, ...]
+) -> tuple[Array, Outputs]:
+    """`_run_layers` where nothing but rows and layers is told, as in a pipeline."""
+    positions, counted, *places = rows
+    attend = full_attention(*places)
+    x, _, stats = _run_layers(stack, config, layers, x, positions, counted, attend, None, 0)
+    return x, stats
 
 
 def hidden_states(
@@ -485,7 +564,9 @@ def hidden_states(
     counted = jnp.ones(tokens.shape, bool) if counted is None else counted
     found: list[dict[str, Array]] = []
     layer, mixture = 0, 0
-    for stack, layers in zip(config.stacks, params["stacks"], strict=True):
+    for stack, weights, declared in zip(
+        config.stacks, params["stacks"], declare(config)["stacks"], strict=True
+    ):
         mixtures = sum(isinstance(b.feed_forward, Experts) for b in stack.pattern)
         replay, loads = None, None
         if load is not None and mixtures:
@@ -496,59 +577,25 @@ def hidden_states(
             replay = part.transpose(2, 0, 1, 3).reshape(
                 stack.repeats, mixtures, *part.shape[:2], part.shape[3]
             )
-
-        def repeat(
-            carry: tuple[Array, Any, Array | int],
-            xs: tuple[list[Params], Array | None, Array | None],
-            stack=stack,
-        ) -> tuple[tuple[Array, Any, Array | int], dict[str, Array] | None]:
-            x, cache, layer = carry
-            weights, replay, loads = xs
-            outputs: list[dict[str, Array]] = []
-            for i, (block, p) in enumerate(zip(stack.pattern, weights, strict=True)):
-                with jax.named_scope("attention"):
-                    y = rms_norm(x, p["attention_norm"], config.norm_eps)
-                    y, cache = _attention(
-                        p["attention"],
-                        y,
-                        positions,
-                        block.attention,
-                        config,
-                        attend,
-                        layer + i,
-                        cache,
-                    )
-                    x = constrain_rows(x + y)
-                with jax.named_scope("feed_forward"):
-                    y = rms_norm(x, p["feed_forward_norm"], config.norm_eps)
-                    if isinstance(block.feed_forward, Dense):
-                        y = _dense(p["feed_forward"], y)
-                    else:
-                        old = None if replay is None else replay[len(outputs)]
-                        given = None if loads is None else loads[len(outputs)]
-                        y, stats = _mixture(
-                            p["feed_forward"], y, block.feed_forward, config, counted, old, given
-                        )
-                        outputs.append(stats)
-                    x = constrain_rows(x + y)
-            stacked = jax.tree.map(lambda *a: jnp.stack(a), *outputs) if outputs else None
-            return (x, cache, layer + len(stack.pattern)), stacked
-
-        body = jax.checkpoint(repeat) if config.remat else repeat
-        if stack.repeats == 1:  # no loop: a cache may then hold an array for each layer
-            once = jax.tree.map(lambda a: a[0], (layers, replay, loads))
-            (x, cache, _), stats = body((x, cache, layer), once)
-            stats = jax.tree.map(lambda a: a[None], stats)
-        else:
-            (x, cache, _), stats = jax.lax.scan(
-                body,
-                (x, cache, jnp.int32(layer)),
-                (layers, replay, loads),
-                length=stack.repeats,
-                unroll=stack.repeats <= _UNROLLED,
+        left, outputs = Layers(weights, replay, loads), []
+        schedule = pipeline.schedule_here(stack.repeats, x.shape, config)
+        if schedule is not None and isinstance(attend, FullAttention):
+            inner = dataclasses.replace(config, remat=config.remat and not schedule.recomputed)
+            rows = (positions, counted, attend.positions, attend.segments, attend.prefix)
+            piped, left = pipeline.divide(schedule, left, declared)
+            run_rows = functools.partial(_run_rows, stack, inner)
+            x, stats = pipeline.run(schedule, run_rows, piped, x, rows)
+            outputs.append(stats)
+        if left.count:
+            x, cache, stats = _run_layers(
+                stack, config, left, x, positions, counted, attend, cache, layer
             )
-        if stats is not None:
-            found.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stats))
+            outputs.append(stats)
+        found += [
+            jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stats)
+            for stats in outputs
+            if stats is not None
+        ]
         layer += stack.repeats * len(stack.pattern)
         mixture += stack.repeats * mixtures
     x = rms_norm(x, params["norm"], config.norm_eps)

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, PRNGKeyArray
 
 from rljax import mesh as meshes
+from rljax import processes
 from rljax.models.config import (
     Attention,
     Block,
@@ -268,7 +269,7 @@ def initial(
         return jax.tree.unflatten(structure, values)
 
     out = None if mesh is None else lay_out(tree, mesh, rules)
-    return jax.jit(build, out_shardings=out)(key)
+    return processes.in_turn(jax.jit(build, out_shardings=out))(key)
 
 
 def for_compute(params: Params, config: ModelConfig) -> Params:

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from rljax import mesh as meshes
+from rljax import processes
 from rljax.models.config import Experts, LatentAttention, ModelConfig
 from rljax.models.parameters import Parameter, Params, declare
 
@@ -371,6 +371,4 @@ def _gathered(entry: Entry, params: Params) -> np.ndarray:
     leaf: Any = params
     for key in entry.path:
         leaf = leaf[key]
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        leaf = multihost_utils.process_allgather(leaf, tiled=True)
-    return np.asarray(leaf)
+    return processes.fetch(leaf)

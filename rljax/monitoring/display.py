@@ -123,6 +123,7 @@ class LiveDisplay:
         *,
         console: Console | None = None,
         live: bool | None = None,
+        quiet: bool = False,
     ):
         """Prepare the display; entering the context shows it.
 
@@ -131,6 +132,7 @@ class LiveDisplay:
             description: The panel's title.
             console: Where to draw; standard error by default.
             live: Whether to draw in place; by default where the console is a terminal that can.
+            quiet: Whether to show nothing at all: another process of the run does.
         """
         if total_steps < 1:
             raise ValueError(
@@ -142,8 +144,8 @@ class LiveDisplay:
             stream = sys.stderr if console is None else console.file
             terminal = console is not None or stream.isatty()
             live = terminal and (console or Console(stderr=True)).is_interactive
-        self._console = console or Console(stderr=True)
-        self._live = live
+        self._console = console or Console(stderr=True, quiet=quiet)
+        self._live = live and not quiet
         self._step = -1
         self._histories = {quantity.label: _History() for quantity in _QUANTITIES}
         self._message = ("", "")

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from rljax import mesh as meshes
 from rljax.models import Attention, LatentAttention, ModelConfig
 from rljax.models.experts import cheaper_exchange
+from rljax.models.pipeline import Schedule
 from rljax.planning.placement import Placed, compute_width
 from rljax.planning.work import Work
 
@@ -50,8 +51,8 @@ def update_collectives(
     """What an optimizer step communicates where its program is partitioned well.
 
     Weights travel in the compute dtype, and gradients too but for those of experts and of the
-    vocabulary, which add up in float32; once for each micro-batch. Experts stay where they are,
-    and tokens travel to them.
+    vocabulary, which add up in float32; once for each micro-batch, and for each that goes through
+    stages. Experts stay where they are, and tokens travel to them.
 
     Args:
       mesh: The mesh.
@@ -60,6 +61,7 @@ def update_collectives(
       placed: Its parameters on the mesh.
     """
     parts, sizes, tokens = work.parts(mesh), mesh.shape, work.tokens(mesh)
+    schedules = work.schedules(mesh, config)
     looked_up = "" if config.tie_embeddings else "embed"
     for axis in (*meshes.BATCH_AXES, "context"):
         ways = sizes[axis]
@@ -69,8 +71,10 @@ def update_collectives(
         # Of an embedding that is not multiplied by, each device looks its part up for all.
         split = [p for p in placed if axis in p.over and p.name != looked_up]
         if axis == "fsdp" and split:
-            weights = ways * sum(p.held * p.width for p in split)
-            gradients = ways * sum(p.held * _gradient_width(p) for p in split)
+            weights = ways * sum(_turns(p, schedules) * p.held * p.width for p in split)
+            gradients = ways * sum(
+                _turns(p, schedules) * p.held * _gradient_width(p) for p in split
+            )
             yield Collective(
                 "all-gather",
                 axis,
@@ -97,6 +101,8 @@ def update_collectives(
             int(2 * parts * ring("all-to-all", hidden_bytes(config, tokens), sizes["fsdp"])),
             "embeddings, from the devices that hold their parts; and their gradients",
         )
+    if sizes["stage"] > 1:
+        yield from _through_stages(sizes, config, schedules, placed, tokens, parts)
     if sizes["context"] > 1:
         yield from _whole_rows(sizes, config, tokens, parts)
     # Hidden states: forward, recomputed where layers are, and backward.
@@ -120,6 +126,84 @@ def hidden_bytes(config: ModelConfig, tokens: float) -> int:
 def _gradient_width(p: Placed) -> int:
     """Bytes of one number of a gradient while devices add it up."""
     return 4 if {"experts", "vocab"} & set(p.axes) else p.width
+
+
+def _turns(p: Placed, schedules: Sequence[Schedule | None]) -> float:
+    """How often a pass uses a parameter: in a pipeline at each turn of its piece of layers."""
+    plan = None if p.stack is None else schedules[p.stack]
+    return 1 if plan is None else plan.turns / plan.repeats
+
+
+def _through_stages(
+    sizes: Mapping[str, int],
+    config: ModelConfig,
+    schedules: Sequence[Schedule | None],
+    placed: Sequence[Placed],
+    tokens: int,
+    parts: int,
+) -> Iterator[Collective]:
+    """Rows through the layers of all stages, and the weights that are elsewhere than they are used.
+
+    Float32 weights are traded: they are cast where they are used.
+    """
+    stages, hidden = sizes["stage"], hidden_bytes(config, tokens)
+    used = [plan for plan in schedules if plan is not None]
+    if used:
+        turns = sum(plan.turns * stages / plan.micro_batches for plan in used)
+        yield Collective(
+            "collective-permute",
+            "stage",
+            int(2 * parts * turns * hidden),
+            "hidden states of micro-batches to the next stage, and gradients to the one before",
+        )
+        rows = len(used) * parts * stages
+        yield Collective(
+            "all-gather", "stage", int(rows * ring("all-gather", hidden, stages)),
+            "rows of all stages, to the first",
+        )  # fmt: skip
+        yield Collective(
+            "reduce-scatter",
+            "stage",
+            int(rows * ring("reduce-scatter", 4 * tokens * config.hidden_size, stages)),
+            "their gradients, back in float32",
+        )
+        yield Collective(
+            "all-to-all", "stage", int(2 * rows * ring("all-to-all", hidden, stages)),
+            "rows back from the first stage, and their gradients to it",
+        )  # fmt: skip
+    traded, weights, gradients = 0.0, 0.0, 0.0
+    for p in placed:
+        if p.stack is None or "stage" not in p.over:
+            continue
+        plan, count = schedules[p.stack], p.shape[0]
+        piped = 0 if plan is None else plan.layers
+        if plan is not None and (plan.repeats > 1 or piped < count):
+            # From layers to embed, if they are split by layers, and on to the layers of stages.
+            moves = piped / count + (p.spec[0] == "stage")
+            traded += 2 * moves * 4 * p.held
+        outside = stages * p.held * (count - piped) / count
+        weights += outside * p.width
+        gradients += outside * _gradient_width(p)
+    if traded:
+        yield Collective(
+            "all-to-all",
+            "stage",
+            int(parts * ring("all-to-all", traded, stages)),
+            "layers to the stages that run them, and their gradients back, in float32",
+        )
+    if weights:
+        yield Collective(
+            "all-gather",
+            "stage",
+            int(2 * parts * ring("all-gather", weights, stages)),
+            "weights of layers outside the pipeline, forward and again for the backward pass",
+        )
+        yield Collective(
+            "reduce-scatter",
+            "stage",
+            int(parts * ring("reduce-scatter", gradients, stages)),
+            "gradients of those layers, added up over rows; each device keeps its shard",
+        )
 
 
 def _whole_rows(

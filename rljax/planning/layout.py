@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from jax.sharding import AbstractMesh, Mesh
 
 from rljax import mesh as meshes
 from rljax import models
 from rljax.models import ModelConfig
+from rljax.models.pipeline import Schedule
 from rljax.planning.communication import Collective, update_collectives
 from rljax.planning.placement import KINDS, Placed, place
 from rljax.planning.tables import Table, Tables, count, size
@@ -25,6 +27,7 @@ class Layout(Tables):
       active: Those that take part in one token.
       rows: Every parameter.
       parts: Micro-batches of an optimizer step.
+      schedules: For each stack how it runs through the stages of the mesh; None: not at all.
       collectives: What each optimizer step communicates.
     """
 
@@ -33,6 +36,7 @@ class Layout(Tables):
     active: int
     rows: tuple[Placed, ...]
     parts: int
+    schedules: tuple[Schedule | None, ...]
     collectives: tuple[Collective, ...]
 
     @property
@@ -42,7 +46,7 @@ class Layout(Tables):
         return {kind: sum(row[kind] for row in each) for kind in KINDS}
 
     def tables(self) -> list[Table]:
-        """Parameters, bytes by kind, collectives."""
+        """Parameters, bytes by kind, pipelines, collectives."""
         where = ", ".join(f"{name}={n}" for name, n in self.mesh.items()) or "one device"
         total = self.totals
         return [
@@ -66,8 +70,27 @@ class Layout(Tables):
                 ("kind", "bytes"),
                 [*((k, size(n)) for k, n in total.items()), ("all", size(sum(total.values())))],
             ),
+            *pipeline_tables(self.schedules),
             collective_table("Sent by each device in an optimizer step", self.collectives),
         ]
+
+
+def pipeline_tables(schedules: Sequence[Schedule | None]) -> list[Table]:
+    """Pipelines as a table, where there are any."""
+    head = ("stack", "layers", "pieces a stage", "of layers", "micro-batches", "stages wait")
+    body = [
+        (
+            str(i),
+            str(s.layers),
+            str(s.repeats),
+            str(s.depth),
+            str(s.micro_batches),
+            f"{s.bubble:.0%}",
+        )
+        for i, s in enumerate(schedules)
+        if s is not None
+    ]
+    return [Table("Layers as a pipeline", head, body)] if body else []
 
 
 def collective_table(title: str, collectives: tuple[Collective, ...]) -> Table:
@@ -103,5 +126,6 @@ def describe(
         active=models.count_active(config),
         rows=tuple(rows),
         parts=work.parts(mesh),
+        schedules=work.schedules(mesh, config),
         collectives=tuple(update_collectives(mesh, config, work, rows)),
     )

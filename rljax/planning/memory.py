@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from rljax import mesh as meshes
 from rljax.models import Block, Experts, ModelConfig
+from rljax.models.pipeline import Schedule
 from rljax.planning.communication import hidden_bytes
 from rljax.planning.placement import Placed, compute_width, place
 from rljax.planning.work import Work
@@ -40,13 +41,25 @@ def activations(
     layers = 1 if config.remat else config.num_layers
     logits = min(max(_CHUNK, rows), work.scored(mesh))
     return {
-        "inputs of layers, kept for the backward pass": config.num_layers
-        * hidden_bytes(config, tokens),
+        "inputs of layers, kept for the backward pass": int(
+            _kept_inputs(config, work.schedules(mesh, config)) * hidden_bytes(config, tokens)
+        ),
         "attention scores": layers * scores,
         "feed-forward": layers * inner,
         "gathered weights of a layer and their gradients": 2 * _largest_layer(mesh, placed),
         "logits": 3 * 4 * logits * config.vocab_size // tensor,
     }
+
+
+def _kept_inputs(config: ModelConfig, schedules: Sequence[Schedule | None]) -> float:
+    """Inputs of layers that a pass keeps on each device, in hidden states of its own rows."""
+    total = float(config.num_layers)
+    for stack, plan in zip(config.stacks, schedules, strict=True):
+        if plan is not None:
+            # Turns in which a stage waits keep what they run too; and the first stage's rows.
+            total += len(stack.pattern) * plan.layers * plan.bubble / (1 - plan.bubble)
+            total += plan.stages
+    return total
 
 
 def _feed_forward(block: Block, config: ModelConfig, tokens: int, mesh: Mesh | AbstractMesh) -> int:
@@ -96,7 +109,8 @@ def kv_pool(mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work) -> int:
     shards = meshes.batch_shards(mesh)
     if work.pages % shards:
         raise ValueError(
-            f"num_pages={work.pages} do not divide over data×fsdp×expert = {shards}; use a multiple"
+            f"num_pages={work.pages} do not divide over stage×data×fsdp×expert = {shards}; use a "
+            "multiple"
         )
     pool = jax.eval_shape(functools.partial(make_pool, config, work.pages, work.page_size))
     layout = pool_sharding(config, mesh)

@@ -24,7 +24,7 @@ class Placed:
       name: Its place in the tree, such as `stacks/0/0/attention/q`.
       shape: Its global shape.
       axes: Its logical axes.
-      spec: The mesh axis that splits each dimension, or several; None: none does.
+      spec: The mesh axis, or axes, that split each dimension; None: none does.
       shard: The shape that a device holds.
       width: Bytes of one of its numbers in the dtype it is computed with.
     """
@@ -38,8 +38,14 @@ class Placed:
 
     @property
     def over(self) -> tuple[str, ...]:
-        """The mesh axes that split it."""
+        """All mesh axes that split it."""
         return meshes.axes_of(self.spec)
+
+    @property
+    def stack(self) -> int | None:
+        """The number of the stack whose layers it belongs to; None: it belongs to none."""
+        parts = self.name.split("/")
+        return int(parts[1]) if parts[0] == "stacks" else None
 
     @property
     def held(self) -> int:

@@ -10,7 +10,7 @@ from rljax import mesh as meshes
 from rljax.models import ModelConfig
 from rljax.planning import memory, roofline
 from rljax.planning.chips import Topology
-from rljax.planning.layout import Layout, collective_table, describe
+from rljax.planning.layout import Layout, collective_table, describe, pipeline_tables
 from rljax.planning.roofline import Roofline
 from rljax.planning.tables import Table, Tables, count, seconds, size
 from rljax.planning.work import Work, rows_bytes
@@ -85,7 +85,7 @@ class Plan(Tables):
         return self.rollout_time.seconds + self.updates * self.update_time.seconds
 
     def tables(self) -> list[Table]:
-        """Parameters, memory, collectives, times."""
+        """Parameters, memory, pipelines, collectives, times."""
         chip, layout = self.topology.chip, self.layout
         kinds = [*dict.fromkeys([*self.update, *self.rollout])]
         held = [
@@ -106,6 +106,7 @@ class Plan(Tables):
                 (f"bytes per device, of {size(chip.memory)}", "update", "rollout"),
                 held,
             ),
+            *pipeline_tables(layout.schedules),
             collective_table("Sent by each device in an optimizer step", layout.collectives),
             Table(
                 f"Least times; a step is a rollout batch and {self.updates} update(s): "

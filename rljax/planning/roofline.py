@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from jax.sharding import AbstractMesh, Mesh
 
 from rljax import mesh as meshes
 from rljax.models import LatentAttention, ModelConfig
+from rljax.models.pipeline import Schedule
 from rljax.planning.chips import Chip
 from rljax.planning.communication import Collective, decode_collectives
 from rljax.planning.memory import kv_bytes
@@ -61,15 +63,24 @@ def update(
     """
     parts = work.parts(mesh)
     tokens, scored = work.tokens(mesh), work.scored(mesh)
-    forward = parts * _forward(mesh, config, placed, tokens, scored)
-    forward += parts * _attention(mesh, config, tokens, work.length)
+    schedules = work.schedules(mesh, config)
+    layers = _forward(mesh, config, placed, tokens, 0)
+    layers += _attention(mesh, config, tokens, work.length)
+    forward = parts * _stretch(config, schedules) * layers
+    forward += parts * _forward(mesh, config, placed, 0, scored)
     passes = 3 + config.remat
-    gathered = sum(p.held * _gathered(p, mesh) * p.width for p in placed)
+
+    def reads(p: Placed) -> int:
+        plan = None if p.stack is None else schedules[p.stack]
+        return 1 if plan is None else plan.micro_batches // plan.stages
+
+    read = sum(reads(p) * p.held * _gathered(p, mesh) * p.width for p in placed)
     state = sum(n for p in placed for n in p.bytes(parts).values())
     return Roofline(
         compute=passes * forward / chip.flops,
-        # Each pass reads the weights once; AdamW reads and writes all that is kept.
-        memory=(passes * parts * gathered + 2 * state) / chip.memory_bandwidth,
+        # Each pass reads the weights once, through stages once for each micro-batch; AdamW reads
+        # and writes all that is kept.
+        memory=(passes * parts * read + 2 * state) / chip.memory_bandwidth,
         links=sum(c.bytes for c in collectives) / chip.link_bandwidth,
     )
 
@@ -119,8 +130,21 @@ def rollout(
 
 
 def _gathered(p: Placed, mesh: Mesh | AbstractMesh) -> int:
-    """By how much of a parameter a device computes with more than it holds."""
-    return mesh.shape["fsdp"] if "fsdp" in p.over else 1
+    """By how much of a parameter a device computes with more than it holds, for its own rows.
+
+    With stages, each computes with its own layers for the rows of all, which comes to the same.
+    """
+    return math.prod(mesh.shape[axis] for axis in ("fsdp", "stage") if axis in p.over)
+
+
+def _stretch(config: ModelConfig, schedules: Sequence[Schedule | None]) -> float:
+    """How much longer layers take where stages wait for each other, on average over layers."""
+    waited = sum(
+        len(stack.pattern) * s.layers * s.bubble / (1 - s.bubble)
+        for stack, s in zip(config.stacks, schedules, strict=True)
+        if s is not None
+    )
+    return 1 + waited / config.num_layers
 
 
 def _forward(

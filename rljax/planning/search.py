@@ -11,7 +11,7 @@ from rljax.planning.plan import Plan, plan
 from rljax.planning.tables import Table, seconds, size
 from rljax.planning.work import Work
 
-SEARCHED = ("data", "fsdp", "expert", "context", "tensor")
+SEARCHED = ("data", "fsdp", "expert", "context", "tensor", "stage")
 """The axes whose sizes are tried."""
 
 

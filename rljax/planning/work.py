@@ -14,6 +14,7 @@ from rljax import losses as L
 from rljax import mesh as meshes
 from rljax.batch import Batch, Rows
 from rljax.models import ModelConfig
+from rljax.models.pipeline import Schedule, schedule
 from rljax.training.update import micro_batches
 
 OBJECTIVE = L.gspo()
@@ -111,6 +112,18 @@ class Work:
         if mesh.shape["context"] > 1:
             return self.tokens(mesh)
         return self.rows(mesh) * self.max_completion_length
+
+    def schedules(
+        self, mesh: Mesh | AbstractMesh, config: ModelConfig
+    ) -> tuple[Schedule | None, ...]:
+        """How each stack of a model runs through the stages of a mesh; None: not at all."""
+        stages, rows = mesh.shape["stage"], self.rows(mesh)
+        return tuple(
+            schedule(stack.repeats, stages, rows, config.pipeline_repeats, config.pipeline_rows)
+            if 1 < stages <= stack.repeats
+            else None
+            for stack in config.stacks
+        )
 
 
 @functools.cache

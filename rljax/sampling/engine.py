@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rljax import mesh as meshes
-from rljax import models
+from rljax import models, processes
 from rljax.models.config import ModelConfig
 from rljax.sampling import cache, decode, handover, layers
 from rljax.sampling.rows import Rows, Shapes, arrange, bucket, buckets
@@ -32,7 +32,7 @@ class Engine:
 
     It holds a lease on the weights given to `load` until the next `load` or `unload`: whoever
     trains must not donate those buffers meanwhile. On a mesh, slots and pages are split over
-    data×fsdp×expert and each shard schedules for itself.
+    stage×data×fsdp×expert and each shard schedules for itself.
 
     A response depends on its prompt, its sampling parameters, the weights and the key (seed,
     prompt id, draw, sample id, position) alone: not on its slot, its neighbours or the order of
@@ -123,7 +123,7 @@ class Engine:
         most = -(-max_length // page_size)
         if slots % self._shards:
             raise ValueError(
-                f"slots={slots} do not divide over data×fsdp×expert = {self._shards}; "
+                f"slots={slots} do not divide over stage×data×fsdp×expert = {self._shards}; "
                 "use a multiple"
             )
         if max_support < 0:
@@ -139,8 +139,8 @@ class Engine:
         num_pages = (2 * most * slots) if num_pages is None else num_pages
         if num_pages % self._shards:
             raise ValueError(
-                f"num_pages={num_pages} do not divide over data×fsdp×expert = {self._shards}; "
-                "use a multiple"
+                f"num_pages={num_pages} do not divide over stage×data×fsdp×expert = "
+                f"{self._shards}; use a multiple"
             )
         self._num_pages = num_pages // self._shards
         if self._num_pages < most + 1:
@@ -261,7 +261,8 @@ class Engine:
         out = None
         if self.mesh is not None:
             out = models.shardings(self.config, self.mesh, self._rules)
-        return jax.jit(lambda p: models.for_compute(p, self.config), out_shardings=out)
+        convert = jax.jit(lambda p: models.for_compute(p, self.config), out_shardings=out)
+        return processes.in_turn(convert)
 
     # The compiled programs, one for each shape bucket that comes up.
 
@@ -284,7 +285,9 @@ class Engine:
                 out_specs=out_specs,
                 axis_names=set(meshes.AXES) - {"tensor"},  # which XLA splits
             )
-        return jax.jit(function, donate_argnums=(in_specs.index(_POOL),), out_shardings=out)
+        return processes.in_turn(
+            jax.jit(function, donate_argnums=(in_specs.index(_POOL),), out_shardings=out)
+        )
 
     def _held(self, config: ModelConfig) -> Any:
         """The specs of weights on a shard: whole, but for experts, which stay where they are."""
@@ -364,7 +367,7 @@ class Engine:
         """A host array [shards · n, ...] on its shards."""
         if self.mesh is None:
             return jnp.asarray(x)
-        return jax.device_put(x, NamedSharding(self.mesh, _ROWS))
+        return processes.put(x, NamedSharding(self.mesh, _ROWS))
 
     def _ready_pool(self) -> cache.Pool:
         if self._pool is None:
@@ -584,7 +587,7 @@ class Engine:
             self._params, self._ready_pool(), *(self._put(x) for x in arrays)
         )
         if self.with_routing:
-            chosen = np.asarray(routing).reshape(self._shards, rows, width, *routing.shape[2:])
+            chosen = processes.fetch(routing).reshape(self._shards, rows, width, *routing.shape[2:])
         for s, part in enumerate(batch):
             longer = []
             for r, fill in enumerate(part):
@@ -677,7 +680,7 @@ class Engine:
                 slots.shared[s, row // self._shapes.share, :shared] = q.pages[:shared]
         flat = jax.tree.map(lambda x: self._put(x.reshape(n * x.shape[1], *x.shape[2:])), slots)
         self._pool, drawn = self._decode[filtered](self._decode_params, self._ready_pool(), flat)
-        drawn = jax.tree.map(np.asarray, drawn)
+        drawn = processes.fetch(drawn)
         self.steps += int(drawn.steps.sum())
         return drawn
 
@@ -800,11 +803,12 @@ _ROWS = P(meshes.BATCH_AXES)
 def _check_rules(rules: meshes.Rules, mesh: Mesh) -> None:
     """Refuses rules that would have a decode step gather weights."""
     for logical, target in rules.items():
+        free = ("tensor",) if logical != "experts" else tuple(set(meshes.AXES) - {"stage"})
         for axis in meshes.axes_of([target]):
-            if logical != "experts" and axis != "tensor" and mesh.shape.get(axis, 1) > 1:
+            if axis not in free and mesh.shape.get(axis, 1) > 1:
                 raise ValueError(
-                    f"rollout rule {logical}={axis}: while sampling only experts are split over "
-                    f"{axis}; map {logical} to tensor or to nothing"
+                    f"rollout rule {logical}={axis}: while sampling experts are split over any "
+                    f"axis but stage, other weights over tensor alone; take {axis} out"
                 )
 
 

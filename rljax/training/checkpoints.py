@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from rljax import processes
 from rljax.models import Params
 from rljax.training.state import TrainState
 
@@ -22,7 +24,9 @@ class Checkpoints:
 
     A checkpoint holds the train state and a JSON dict of everything the host knows: counters, the
     data position, kept groups, running estimates. It is written to a temporary name and renamed
-    when whole, so that a run killed at any instant never finds half of one.
+    when whole, so that a run killed at any instant never finds half of one. Of several processes
+    each writes and reads its own shards, all in one directory; which checkpoint is restored, the
+    first decides.
     """
 
     def __init__(self, directory: Path, keep: int) -> None:
@@ -33,8 +37,15 @@ class Checkpoints:
           keep: How many of the newest are kept.
         """
         self._directory = directory.absolute()
+        processes.on_first(functools.partial(directory.mkdir, parents=True, exist_ok=True))
         self._options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, enable_async_checkpointing=True, create=True
+            max_to_keep=keep,
+            enable_async_checkpointing=True,
+            create=False,
+            # Where the processes are named, they meet on the host, and not by a device's program.
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                active_processes=set(range(jax.process_count()))
+            ),
         )
         self._manager = self._open()
 
@@ -73,27 +84,29 @@ class Checkpoints:
         Args:
           target: Shapes, dtypes and shardings to restore into.
         """
-        for step in reversed(self.steps):
+        args = ocp.args.Composite(
+            state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore()
+        )
+        for step in processes.on_first(lambda: self.steps[::-1]):
+            found, trouble = None, ""
             try:
-                found = self._manager.restore(
-                    step,
-                    args=ocp.args.Composite(
-                        state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore()
-                    ),
-                )
-                return step, found["state"], found["host"]
+                found = self._manager.restore(step, args=args)
             except Exception as error:  # whatever a damaged file makes of itself
-                first = str(error).splitlines()[0] if str(error) else type(error).__name__
-                _log.error(
-                    "checkpoint of step %d cannot be read (%s); trying the one before", step, first
-                )
-                self._manager.close()
-                place = self._directory / str(step)
-                place.rename(
-                    self._directory.parent / f"unreadable-{step}-{place.stat().st_mtime_ns}"
-                )
-                self._manager = self._open()
+                trouble = str(error).splitlines()[0] if str(error) else type(error).__name__
+            troubles = [*filter(None, processes.exchange(trouble))]  # of any process
+            if found is not None and not troubles:
+                return step, found["state"], found["host"]
+            self._manager.close()
+            processes.on_first(self._set_aside, step, troubles[0])
+            self._manager = self._open()
         return None
+
+    def _set_aside(self, step: int, trouble: str) -> None:
+        _log.error(
+            "checkpoint of step %d cannot be read (%s); trying the one before", step, trouble
+        )
+        place = self._directory / str(step)
+        place.rename(self._directory.parent / f"unreadable-{step}-{place.stat().st_mtime_ns}")
 
     def close(self) -> None:
         """Waits for what is being written."""

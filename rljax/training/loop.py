@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 
 from rljax import losses as L
 from rljax import mesh as meshes
-from rljax import models
+from rljax import models, processes
 from rljax.batch import Batch, Rows
 from rljax.config import Config
 from rljax.evals import evaluate
@@ -45,7 +46,10 @@ def train(config: Config, preset: str = "custom", started: float | None = None) 
       `steps`, `seconds` (over all restarts) and `run_dir`; also written as result.json.
     """
     title = f"{preset}: {config.objective.objective} on {config.data.data}"
-    with start(config, preset, started) as run, LiveDisplay(config.run.steps, title) as display:
+    with (
+        start(config, preset, started) as run,
+        LiveDisplay(config.run.steps, title, quiet=not processes.is_first()) as display,
+    ):
         begin(run, display)
         while not finished(run):
             clock = Clock()
@@ -86,7 +90,7 @@ def begin(run: Run, display: LiveDisplay) -> None:
     if not run.restored:
         values |= held_out(run) | held_out_samples(run)
         run.progress.eval_before = run.progress.eval_last
-        run.log.log(0, values)
+        run.record(0, values)
         display.update(0, values)
         run.save()
 
@@ -184,7 +188,7 @@ def _shared(run: Run, batch: Batch | Rows) -> tuple[int, int] | None:
     """Room for prompt and response in shared rows; None where separate rows are no worse."""
     if not run.may_share:
         return None
-    mask, segments = np.asarray(batch.mask), np.asarray(batch.segments)
+    mask, segments = processes.fetch((batch.mask, batch.segments))
     start, total = mask.argmax(1), (segments > 0).sum(1)
     data, rollout = run.config.data, run.config.rollout
     prompt = _length(run, int(start.max()), data.max_prompt_length)
@@ -255,13 +259,12 @@ def watch(
     step, config = run.progress.step, run.config
     stats = L.merge(
         stats,
-        L.mismatch(batch) if batch.old_logp is not None else {},
-        L.staleness(batch, step - 1),
+        run.compare(batch, step - 1),
         component_metrics(groups, run.scorer.names),
     )
-    values = L.finish(jax.device_get(stats)) | clock.values
+    values = L.finish(processes.fetch(stats)) | clock.values
     seconds = time.perf_counter() - clock.started
-    tokens = float(np.sum(np.asarray(batch.completion_length)))
+    tokens = float(sum(len(r.tokens) for g in groups for r in g.responses))
     values |= {
         "perf/step_s": seconds,
         "perf/tokens_per_s": tokens / seconds,
@@ -278,8 +281,7 @@ def watch(
             if finished(run):
                 values |= held_out_samples(run)
         values["perf/eval_s"] = clock.values["perf/eval_s"]
-    run.log.log(step, values)
-    run.log.samples(step, _samples(run, groups))
+    run.record(step, values, _samples(run, groups))
     display.update(step, values)
     if step % config.run.save_every == 0 or finished(run):
         run.save()
@@ -361,7 +363,6 @@ def _task_name(config: Config) -> str:
 
 def finish(run: Run, display: LiveDisplay) -> dict[str, Any]:
     """Draws the curves, writes the result, and says where everything lies."""
-    plot_curves(run.directory)
     if run.config.run.export:
         models.save_pretrained(run.config.run.export, run.model, run.weights())
     result = {
@@ -371,9 +372,14 @@ def finish(run: Run, display: LiveDisplay) -> dict[str, Any]:
         "seconds": round(run.progress.seconds, 1),
         "run_dir": str(run.directory),
     }
-    (run.directory / "result.json").write_text(json.dumps(result) + "\n")
+    processes.on_first(_write_result, run.directory, result)
     display.message(
         f"{run.directory} holds metrics.jsonl, samples.jsonl, TensorBoard events, curves.png and "
         "checkpoints/"
     )
     return result
+
+
+def _write_result(directory: Path, result: dict[str, Any]) -> None:
+    plot_curves(directory)
+    (directory / "result.json").write_text(json.dumps(result) + "\n")

@@ -21,9 +21,9 @@ from jax.sharding import Mesh
 
 from rljax import losses as L
 from rljax import mesh as meshes
-from rljax import models
-from rljax.batch import Rows
-from rljax.config import Config, ObjectiveSettings
+from rljax import models, processes
+from rljax.batch import Batch, Rows
+from rljax.config import Config, ObjectiveSettings, ProcessSettings
 from rljax.data import (
     TASKS,
     CharTokenizer,
@@ -39,6 +39,7 @@ from rljax.losses.base import parts
 from rljax.models import ModelConfig, Params
 from rljax.monitoring import MetricsLog
 from rljax.rewards import Scorer
+from rljax.rewards.shared import SharedScorer
 from rljax.rollouts import CollectState, plan_sharing, share_rows
 from rljax.sampling import Engine, SamplingParams
 from rljax.training import state as states
@@ -120,10 +121,11 @@ class Run:
     values: Callable[..., jax.Array]
     update: Callable[..., Any]
     merge: Callable[[TrainState], Params]
+    compare: Callable[[Batch, int], dict[str, Any]]
     learning_rate: Callable[[int], Any]
     may_share: bool
     checkpoints: Checkpoints
-    log: MetricsLog
+    log: MetricsLog | None
     state: TrainState
     reference: Params | None
     teacher: Callable[..., jax.Array] | None
@@ -134,6 +136,14 @@ class Run:
     def weights(self) -> Params:
         """The policy's weights as they stand, for the sampler, for scoring and for export."""
         return self.state.params if self.lora is None else self.merge(self.state)
+
+    def record(
+        self, step: int, values: dict[str, float], samples: list[dict[str, Any]] | None = None
+    ) -> None:
+        """Logs the numbers of a step, and responses; of several processes the first does."""
+        if self.log is not None:
+            self.log.log(step, values)
+            self.log.samples(step, samples or [])
 
     def save(self) -> None:
         """Writes a checkpoint of this moment."""
@@ -159,7 +169,8 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
     config.check()
     started = time.perf_counter() if started is None else started
     directory = Path(config.run.run_dir or f"runs/{preset}-seed{config.run.seed}")
-    _claim(directory, config, preset)
+    _agree_on(config)
+    processes.on_first(_claim, directory, config, preset)
     # Programs with collectives in flight at once can wait for each other for ever on CPU devices.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     mesh = meshes.from_flags(config.model.mesh)
@@ -178,15 +189,16 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
         data.max_prompt_length,
         **columns,
     )
+    processes.agree({"digest of the prompts": prompts.get_state()["digest"]})
     held_out, validation = _held_out(config, policy.tokenizer, columns)
     functions, weights = config.rewards.rewards, config.rewards.reward_weights
     with contextlib.ExitStack() as stack:
         scorer = stack.enter_context(
-            Scorer(
+            SharedScorer(
                 functions,
                 weights or None,
                 config.rewards.reward_timeout,
-                output=directory / "rewards.log",
+                output=directory / f"rewards{jax.process_index() or ''}.log",
             )
         )
         scorer.check(prompts.prompts[0].columns)
@@ -239,7 +251,10 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
             progress = Progress.from_json(host)
             prompts.set_state(progress.data)
             _log.info("resumed %s at step %d", directory, progress.step)
-        log = stack.enter_context(MetricsLog(directory, None if found is None else progress.step))
+        log = None
+        if processes.is_first():
+            log = MetricsLog(directory, None if found is None else progress.step)
+            stack.enter_context(log)
         shards = meshes.batch_shards(mesh)
         may_share = _may_share(config, shards)
         rollout_rows = settings.prompts_per_step * settings.num_generations
@@ -266,10 +281,12 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
             engine=engine,
             sampling=sampling,
             objective=objective,
-            prepare=jax.jit(objective.prepare),
-            minibatch=jax.jit(
-                functools.partial(_minibatch, objective, settings.num_generations),
-                static_argnums=2,
+            prepare=processes.in_turn(jax.jit(objective.prepare)),
+            minibatch=processes.in_turn(
+                jax.jit(
+                    functools.partial(_minibatch, objective, settings.num_generations),
+                    static_argnums=2,
+                )
             ),
             score=updates.make_score(
                 policy.model, **shared, **scoring, replay=settings.routing_replay == "sampler"
@@ -291,7 +308,8 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
                 bias_rate=config.optimizer.router_bias_update_rate,
                 on_host=on_host,
             ),
-            merge=jax.jit(lambda state: state.weights(lora)),
+            merge=processes.in_turn(jax.jit(lambda state: state.weights(lora))),
+            compare=processes.in_turn(jax.jit(_compare)),
             learning_rate=states.learning_rate(config.optimizer, config.updates),
             may_share=may_share,
             checkpoints=checkpoints,
@@ -319,6 +337,12 @@ def _minibatch(
     if shared is None:
         return part
     return share_rows(plan_sharing(part.mask, part.segments, group_size, *shared), part)
+
+
+def _compare(batch: Batch, version: int) -> dict[str, Any]:
+    """How far the sampler was from the trainer at the start of the step."""
+    mismatch = L.mismatch(batch) if batch.old_logp is not None else {}
+    return {**mismatch, **L.staleness(batch, version)}
 
 
 def _may_share(config: Config, shards: int) -> bool:
@@ -456,6 +480,8 @@ class _Policy:
         ways: Any = {
             "remat": config.model.remat,
             "expert_exchange": config.model.expert_exchange,
+            "pipeline_repeats": config.model.pipeline_repeats,
+            "pipeline_rows": config.model.pipeline_rows,
         }
         path = model_path(name)
         if path.exists():
@@ -557,6 +583,16 @@ def _held_out(
     return held_out[:most] if most else held_out, validation
 
 
+def _agree_on(config: Config) -> None:
+    """Refuses processes that were started with different settings.
+
+    Raises:
+      ValueError: The first setting that differs.
+    """
+    parts = dataclasses.asdict(dataclasses.replace(config, processes=ProcessSettings()))
+    processes.agree({name: value for fields in parts.values() for name, value in fields.items()})
+
+
 def _claim(directory: Path, config: Config, preset: str) -> None:
     """Writes the configuration into a new run directory, or refuses one that holds another run.
 
@@ -589,7 +625,7 @@ def _claim(directory: Path, config: Config, preset: str) -> None:
     for part, fields in now.items():
         for name, value in fields.items():
             old = saved.get(part, {}).get(name)
-            free = f"{part}.{name}" in _MAY_CHANGE and not (
+            free = (part == "processes" or f"{part}.{name}" in _MAY_CHANGE) and not (
                 name == "steps" and config.optimizer.lr_schedule != "constant"
             )
             if old != value and not free:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 
 from rljax import losses as L
 from rljax import mesh as meshes
-from rljax import models
+from rljax import models, processes
 from rljax.config import OptimizerSettings
 from rljax.models import ModelConfig, Params
 
@@ -164,7 +164,7 @@ def create(
 
     shapes = jax.eval_shape(build, params, critic)
     out = state_shardings(shapes, jax.tree.map(lambda x: x.sharding, params), mesh, on_host)
-    return jax.jit(build, out_shardings=out)(params, critic)
+    return processes.in_turn(jax.jit(build, out_shardings=out))(params, critic)
 
 
 def abstract(

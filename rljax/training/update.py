@@ -14,7 +14,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from rljax import losses as L
-from rljax import models
+from rljax import models, processes
 from rljax.batch import Batch, Rows
 from rljax.models import ModelConfig, Params
 from rljax.rollouts.shared_prompts import plan_sharing, share_batch, unshare
@@ -39,8 +39,8 @@ class RouterSums:
 
     def metrics(self) -> dict[str, float]:
         """Under the names of the tag table."""
-        load, entropy, flips, tokens = jax.tree.map(
-            jax.device_get, (self.load, self.entropy, self.flips, self.tokens)
+        load, entropy, flips, tokens = processes.fetch(
+            (self.load, self.entropy, self.flips, self.tokens)
         )
         if not tokens:
             return {}
@@ -109,7 +109,7 @@ def micro_batches(rows: int, shards: int, micro_batch_size: int) -> int:
     """
     if rows % shards:
         raise ValueError(
-            f"{rows} responses of an update do not divide over data×fsdp×expert = {shards} "
+            f"{rows} responses of an update do not divide over stage×data×fsdp×expert = {shards} "
             "devices; change mini_batch_size or the mesh"
         )
     each = rows // shards
@@ -198,7 +198,7 @@ def make_score(
             router=jax.tree.map(lambda x: x.sum(0), found.router),
         )
 
-    return score
+    return processes.in_turn(score)
 
 
 def make_values(config: ModelConfig, *, group_size: int = 1) -> Callable[..., Array]:
@@ -224,7 +224,7 @@ def make_values(config: ModelConfig, *, group_size: int = 1) -> Callable[..., Ar
         found = found if shared is None else unshare(plan, found, length)
         return jnp.where(mask, found, 0.0)
 
-    return values
+    return processes.in_turn(values)
 
 
 def make_update(
@@ -388,4 +388,4 @@ def make_update(
         state, stats, sums = step(dataclasses.replace(state, base=None), base, rows)
         return dataclasses.replace(state, base=base), stats, sums
 
-    return update
+    return processes.in_turn(update)

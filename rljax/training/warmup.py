@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 
 from rljax import losses as L
 from rljax import mesh as meshes
-from rljax import models
+from rljax import models, processes
 from rljax.batch import Batch
 from rljax.data import Prompt
 from rljax.evals import evaluate
@@ -50,6 +51,7 @@ def warm_up(run: Run, tell: Callable[[str], None]) -> dict[str, float]:
         weight_decay=0.0,
     )
     objective = L.supervised()
+    prepare = processes.in_turn(jax.jit(objective.prepare))
     update = updates.make_update(
         run.model,
         objective,
@@ -68,7 +70,7 @@ def warm_up(run: Run, tell: Callable[[str], None]) -> dict[str, float]:
     for step in range(1, settings.sft_max_steps + 1):
         chosen = rng.integers(len(run.prompts.prompts), size=settings.sft_batch_size)
         batch = _answered(run, [run.prompts.prompts[i] for i in chosen])
-        rows, _ = objective.prepare(meshes.shard_rows(batch, run.mesh))
+        rows, _ = prepare(meshes.shard_rows(batch, run.mesh))
         state, stats, _ = update(state, rows)
         if step % settings.sft_eval_every and step < settings.sft_max_steps:
             continue

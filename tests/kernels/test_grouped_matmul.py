@@ -67,36 +67,94 @@ def test_rows_past_the_last_group_are_not_read(arrays, backend):
         assert np.array_equal(a, b)
 
 
-def test_aligned_rows_are_not_moved(arrays):
+LAYOUTS = {
+    "ragged": gmm.Layout(E, M, 0, False),
+    "first blocks and more": gmm.Layout(E, (E + M // 16) * 16, 16, True),
+    "first blocks alone": gmm.Layout(E, E * M, M, True),
+    "used blocks alone": gmm.Layout(E, (E + M // 16) * 16, 16, False),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_go_through_all_stages_with_their_group_s_parameters(arrays, name):
     x, w, cotangent = arrays
-    sizes = jnp.asarray((32, 0, 48, 0), jnp.int32)  # 16 rows stay without a group
+    rng = np.random.default_rng(1)
+    params = {
+        "w": w,
+        "b": jnp.asarray(rng.normal(size=(E, F)), jnp.float32),
+        "down": w.swapaxes(1, 2),
+    }
+    laid = LAYOUTS[name]
 
     @jax.jit
-    def aligned(x, w):
-        f = functools.partial(gmm.grouped_matmul, backend="blocks", aligned=16)
-        out, pull = jax.vjp(lambda x, w: f(x, w, sizes), x, w)
-        return out, *pull(cotangent)
+    def run_stages(x, params, sizes):
+        group = jnp.repeat(
+            jnp.arange(E + 1), jnp.append(sizes, M - sizes.sum()), total_repeat_length=M
+        )
+        place = laid.places(group, sizes)
 
-    want = run("reference", x, w, cotangent, sizes)
-    for a, b in zip(aligned(x, w), want, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-4)
-    broken = aligned(x.at[80:].set(jnp.nan), w)
-    assert all(np.isfinite(a).all() for a in broken)
+        def f(x, params):
+            spread = jnp.full((laid.rows, D), 3.0).at[place].set(x, mode="drop")
+            out = gmm.grouped(STAGES, spread, params, sizes, laid)
+            return out.at[place].get(mode="fill", fill_value=0)
+
+        out, pull = jax.vjp(f, x, params)
+        return out, pull(cotangent @ w[0].T)
+
+    @jax.jit
+    def run_loop(x, params, sizes):
+        def f(x, params):
+            hidden = gmm.reference(x, params["w"], sizes)
+            ones = jnp.ones((M, 1))
+            hidden = jnp.tanh(hidden + gmm.reference(ones, params["b"][:, None], sizes))
+            return gmm.reference(hidden, params["down"], sizes)
+
+        out, pull = jax.vjp(f, x, params)
+        return out, pull(cotangent @ w[0].T)
+
+    for split in SIZES.values():
+        sizes = jnp.asarray(split, jnp.int32)
+        got, want = run_stages(x, params, sizes), run_loop(x, params, sizes)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), got, want)
+        for dp in jax.tree.leaves(got[1][1]):
+            assert (np.asarray(dp)[np.asarray(split) == 0] == 0).all()
 
 
-def test_align_places_every_row_once_in_whole_blocks():
-    for sizes in SIZES.values():
-        padded, target = gmm.align(jnp.asarray(sizes, jnp.int32), M, 16)
-        rows = gmm.aligned_rows(M, E, 16)
-        padded, target = np.asarray(padded), np.asarray(target)
-        assert (padded % 16 == 0).all() and (padded - sizes < 16).all()
-        assert padded.sum() <= rows
-        inside = target[: sum(sizes)]
-        assert len(set(inside.tolist())) == len(inside)
-        starts = np.cumsum(padded) - padded
-        want = np.concatenate([s + np.arange(n) for s, n in zip(starts, sizes, strict=True)])
-        assert np.array_equal(inside, want)
-        assert (target[sum(sizes) :] >= rows).all()
+def _first(dot, x, params):
+    return (jnp.tanh(dot(x, params["w"], params["b"])),)
+
+
+def _second(dot, hidden, params):
+    return dot(hidden[0], params["down"])
+
+
+STAGES = (_first, _second)
+
+
+def test_a_layout_has_a_place_for_every_row_and_whole_blocks_for_every_group():
+    for rows, groups, expected, largest in ((96, 4, None, None), (96, 4, 8, 24), (64, 64, 5, 8)):
+        laid = gmm.layout(rows, groups, expected=expected, largest=largest, backend="blocks")
+        most = largest or rows
+        for split in (
+            [most] * (rows // most),
+            [1] * min(groups, rows),
+            [0, 5, min(most, rows - 5)],
+            [],
+        ):
+            sizes = jnp.asarray((list(split) + [0] * groups)[:groups], jnp.int32)
+            total = int(sizes.sum())
+            group = np.repeat(np.arange(groups), sizes)
+            group = jnp.asarray(np.append(group, np.full(rows - total, groups)))
+            place = np.asarray(laid.places(group, sizes))
+            inside = place[:total]
+            assert (place[total:] == laid.rows).all()
+            assert (inside < laid.rows).all() and len(set(inside)) == total
+            owner = dict(zip(inside // laid.block, np.asarray(group), strict=False))
+            assert all(
+                owner[p // laid.block] == g for p, g in zip(inside, np.asarray(group), strict=False)
+            )
+    assert gmm.layout(6, 4, backend="blocks").first
+    assert not gmm.layout(8, 64, backend="blocks").first
 
 
 def test_bfloat16_gradients_add_up_in_float32():
@@ -114,17 +172,18 @@ def test_bfloat16_gradients_add_up_in_float32():
         (((8, 3), (2, 4, 5), (2,)), {}, r"x \[M, D\] and weights \[E, D, F\], got \(8, 3\)"),
         (((8, 4), (2, 4, 5), (3,)), {}, r"group_sizes \(3,\) must hold one size for each of the 2"),
         (((8, 4), (2, 4, 5), (2,)), {"backend": "magic"}, "backend 'magic' is unknown; use"),
-        (
-            ((8, 4), (2, 4, 5), (2,)),
-            {"backend": "blocks", "aligned": 3},
-            "8 rows are not whole blocks of 3",
-        ),
     ],
 )
 def test_refusals(shapes, kwargs, message):
     x, w, sizes = (jnp.ones(s) for s in shapes)
     with pytest.raises(ValueError, match=message):
         gmm.grouped_matmul(x, w, sizes, **kwargs)
+
+
+def test_rows_laid_out_otherwise_are_refused(arrays):
+    x, w, _ = arrays
+    with pytest.raises(ValueError, match="96 rows are laid out; this layout has 160 places"):
+        gmm.grouped(STAGES, x, {"w": w}, jnp.zeros(E, jnp.int32), LAYOUTS["first blocks and more"])
 
 
 def test_cpu_uses_blocks():

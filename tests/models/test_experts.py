@@ -62,33 +62,56 @@ def loop(params, x, chosen, weights, activation):
     return out
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 7))
-def run(way, backend, params, x, weights, chosen, cotangent, activation="silu"):
+@functools.partial(jax.jit, static_argnums=(0, 6))
+def run(way, params, x, weights, chosen, cotangent, activation="silu"):
+    """`way` is the caller's to set, or `loop`."""
+
     def f(params, x, weights):
         if way == "loop":
             return loop(params, x, chosen, weights, activation)
-        return experts.experts(params, x, chosen, weights, way, activation)
+        return experts.experts(params, x, chosen, weights, activation)
 
     out, pull = jax.vjp(f, params, x, weights)
     return out, *pull(cotangent)
 
 
-WAYS = [("all", "blocks"), ("sorted", "blocks"), ("sorted", "ragged")]
+# Rows that are expected to have an expert, by which the layout is chosen; None: as it is.
+WAYS = {
+    "blocks": ("blocks", None),
+    "room for all": ("blocks", 8 * N * K),
+    "small blocks": ("blocks", E),
+    "used blocks alone": ("blocks", 1),
+    "ragged": ("ragged", None),
+}
+
+
+@pytest.fixture
+def lay(monkeypatch):
+    """Sets the way in which rows are laid out."""
+    layout = gmm.layout
+
+    def set_way(way):
+        backend, rows = WAYS[way]
+
+        def laid(*args, expected, largest):
+            return layout(*args, expected=rows or expected, largest=largest, backend=backend)
+
+        monkeypatch.setattr(gmm, "layout", laid)
+
+    return set_way
 
 
 @pytest.mark.parametrize("routing", ["even", "empty experts", "overfull", "two experts only"])
-@pytest.mark.parametrize(("way", "backend"), WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("activation", ["silu", "clamped"])
-def test_equals_the_loop_in_values_and_gradients(
-    arrays, monkeypatch, way, backend, routing, activation
-):
-    monkeypatch.setattr(gmm, "default_backend", lambda: backend)
+def test_equals_the_loop_in_values_and_gradients(arrays, lay, way, routing, activation):
+    lay(way)
     params, x, weights, choices, cotangent = arrays
     params, chosen = params[activation], choices[routing]
     assert (chosen[:, 0] != chosen[:, 1]).all()
     given = params, x, weights, chosen, cotangent, activation
-    out, dp, dx, dw = run(way, backend, *given)
-    want, want_dp, want_dx, want_dw = run("loop", None, *given)
+    out, dp, dx, dw = run(way, *given)
+    want, want_dp, want_dx, want_dw = run("loop", *given)
     np.testing.assert_allclose(out, want, atol=2e-5)
     np.testing.assert_allclose(dx, want_dx, atol=1e-4)
     np.testing.assert_allclose(dw, want_dw, atol=1e-4)
@@ -127,11 +150,11 @@ def run_parallel(mesh, exchange, way, params, x, weights, chosen, cotangent):
     return out, *pull(cotangent)
 
 
-@pytest.mark.parametrize("way", ["all", "sorted"])
+@pytest.mark.parametrize("way", ["room for all", "small blocks"])
 @pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
 @pytest.mark.parametrize("sizes", [{"expert": 4}, {"fsdp": 2, "expert": 2, "tensor": 2}])
-def test_experts_on_other_devices_are_met_without_loss(arrays, monkeypatch, sizes, exchange, way):
-    monkeypatch.setattr(experts, "experts", functools.partial(experts.experts, dispatch=way))
+def test_experts_on_other_devices_are_met_without_loss(arrays, lay, sizes, exchange, way):
+    lay(way)
     params, x, weights, choices, cotangent = arrays
     params = params["clamped"]
     devices = jax.devices()[: math.prod(sizes.values())]
@@ -140,7 +163,7 @@ def test_experts_on_other_devices_are_met_without_loss(arrays, monkeypatch, size
     for chosen in choices.values():
         given = params, x, weights, chosen, cotangent
         out, dp, dx, dw = run_parallel(mesh, exchange, way, *given)
-        want, want_dp, want_dx, want_dw = run("loop", None, *given, "clamped")
+        want, want_dp, want_dx, want_dw = run("loop", *given, "clamped")
         np.testing.assert_allclose(out, want, atol=2e-5)
         np.testing.assert_allclose(dx, want_dx, atol=1e-4)
         np.testing.assert_allclose(dw, want_dw, atol=1e-4)
@@ -206,34 +229,17 @@ def test_the_ragged_exchange_sends_each_row_to_its_slot(monkeypatch):
     np.testing.assert_array_equal(found[True][1], rows)
 
 
-@pytest.mark.parametrize(("way", "backend"), WAYS)
-def test_a_token_s_bits_do_not_depend_on_the_others(arrays, monkeypatch, way, backend):
-    monkeypatch.setattr(gmm, "default_backend", lambda: backend)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_token_s_bits_do_not_depend_on_the_others(arrays, lay, way):
+    lay(way)
     params, x, weights, choices, cotangent = arrays
     params, chosen = params["clamped"], choices["even"]
-    want = run(way, backend, params, x, weights, chosen, cotangent, "clamped")[0]
+    want = run(way, params, x, weights, chosen, cotangent, "clamped")[0]
     mine = (jnp.arange(N) % 3 == 0)[:, None]
     moved = jnp.where(mine, chosen, choices["overfull"])
     others = jnp.where(mine, x, 7.0)
-    got = run(way, backend, params, others, weights, moved, cotangent, "clamped")[0]
+    got = run(way, params, others, weights, moved, cotangent, "clamped")[0]
     assert np.array_equal(np.asarray(got)[::3], np.asarray(want)[::3])
-
-
-def test_few_tokens_go_through_all_experts_and_many_are_sorted(monkeypatch):
-    called = []
-    monkeypatch.setattr(
-        gmm, "grouped_matmul", lambda x, w, *a, **k: called.append(x.shape) or x @ w[0]
-    )
-    params = {
-        "gate": jnp.ones((16, D, F)),
-        "up": jnp.ones((16, D, F)),
-        "down": jnp.ones((16, F, D)),
-    }
-    for n, sorts in ((1, False), (8, False), (512, True)):
-        called.clear()
-        choice = jnp.zeros((n, K), jnp.int32)
-        experts.experts(params, jnp.ones((n, D)), choice, jnp.ones((n, K)))
-        assert bool(called) == sorts
 
 
 def test_router():

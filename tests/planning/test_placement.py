@@ -141,6 +141,37 @@ def test_what_a_step_sends():
     assert only.bytes == sum(r.held * wide[r.name] for r in replicas.rows)
 
 
+def test_what_stages_hold_and_send():
+    """Five layers on two stages: four in the pipeline, stored along embed, and one left over."""
+    layer = CONFIG.stacks[0].pattern
+    deep = dataclasses.replace(CONFIG, stacks=(models.Stack(layer, 5), models.Stack(layer, 2)))
+    work = planning.Work(
+        prompts_per_step=4, num_generations=2, max_prompt_length=16, max_completion_length=16,
+        mini_batch_size=8, micro_batch_size=0, slots=4,
+    )  # fmt: skip
+    layout = meshes.describe(meshes.make_abstract(2, stage=2), deep, work)
+    gates = [row(layout, f"stacks/{i}/0/feed_forward/gate") for i in range(2)]
+    assert [g.spec for g in gates] == [(None, None, "stage", None), ("stage", None, None, None)]
+    assert [g.shard for g in gates] == [(5, 4, 8, 12), (1, 4, 16, 12)]
+    # Each device has 4 rows, which go on their way one by one: 8 micro-batches.
+    first, second = layout.schedules
+    assert (first.layers, first.repeats, first.depth, first.micro_batches) == (4, 1, 2, 8)
+    assert (second.layers, second.turns, second.bubble) == (2, 9, 1 / 9)
+    sent = {(c.kind, c.why.split(",")[0].split()[0]): c.bytes for c in layout.collectives}
+    # Hidden states of a row: 32 tokens × 16 numbers of 2 bytes; both ways, in both stacks.
+    assert sent["collective-permute", "hidden"] == 2 * 2 * 9 * 32 * 16 * 2
+    assert sent["all-gather", "rows"] == 2 * 4 * 32 * 16 * 2
+    split = [r for r in layout.rows if r.name.startswith("stacks/0") and r.over]
+    assert sent["all-to-all", "layers"] == 2 * 4 * sum(r.held for r in split) * 4 // 5 // 2
+    assert sent["all-gather", "weights"] == 2 * 2 * sum(r.held * r.width for r in split) // 5 // 2
+    assert "Layers as a pipeline" in str(layout) and "11%" in str(layout)
+    # Twice round with half the layers each time: waiting is shorter.
+    twice = meshes.describe(
+        meshes.make_abstract(2, stage=2), dataclasses.replace(deep, pipeline_repeats=2), work
+    )
+    assert twice.schedules[0].bubble == 1 / 17
+
+
 def test_a_layout_shows_itself():
     layout = meshes.describe(meshes.make_abstract(8, fsdp=4, expert=2), CONFIG)
     text, page = str(layout), layout._repr_html_()

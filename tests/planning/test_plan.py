@@ -230,9 +230,9 @@ def test_the_command_prints_a_plan(monkeypatch, capsys):
         ("--mesh=fsdp=2,tensor=512", "embed: axis 'vocab' of size 129280 does not divide over"),
         (
             "--mesh=data=1024 --mini_batch_size=32",
-            "32 responses of an update do not divide over data×fsdp×expert = 1024",
+            "32 responses of an update do not divide over stage×data×fsdp×expert = 1024",
         ),
-        ("--mesh=data=1024 --slots=1", "do not divide over data×fsdp×expert = 1024"),
+        ("--mesh=data=1024 --slots=1", "do not divide over stage×data×fsdp×expert = 1024"),
         ("--rollout_rules=experts=row", "rules flag 'experts=row': mesh axis 'row' is unknown"),
         ("--dtype=int8", "dtype"),
     ],

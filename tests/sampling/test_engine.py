@@ -463,7 +463,7 @@ def test_other_bad_requests_are_refused(dense):
     with pytest.raises(ValueError, match="slots=3 do not divide"):
         Engine(dense[0], meshes.make(data=8), slots=3)
     with pytest.raises(
-        ValueError, match="rollout rule embed=fsdp: while sampling only experts are"
+        ValueError, match="rollout rule embed=fsdp: while sampling experts are split"
     ):
         Engine(dense[0], meshes.make(fsdp=8), rules=meshes.TRAIN_RULES)
     with pytest.raises(ValueError, match="needs 9"):

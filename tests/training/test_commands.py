@@ -124,9 +124,11 @@ def test_a_run_on_a_mesh_exchanges_tokens_as_asked(base, tmp_path):
 
 def test_settings_of_the_model_reach_it():
     flags = ["--expert_exchange=all_to_all", "--remat=True", "--compute_dtype=bfloat16"]
+    flags += ["--pipeline_repeats=2", "--pipeline_rows=3"]
     _, config = parse(flags, "train")
     found = setup._Policy.open(config, meshes.make(fsdp=8)).model
     assert (found.expert_exchange, found.remat, found.dtype) == ("all_to_all", True, "bfloat16")
+    assert (found.pipeline_repeats, found.pipeline_rows) == (2, 3)
 
 
 def test_distillation_moves_the_policy_to_its_teacher(base, tmp_path):

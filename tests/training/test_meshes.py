@@ -1,8 +1,10 @@
 """Every mesh axis, alone and together: a sharded run equals the run on one device."""
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -30,6 +32,9 @@ CONFIG = models.ModelConfig(
     tuple(models.Stack((models.Block(ATTENTION, f),), 1) for f in (models.Dense(24), MIXTURE)),
     remat=True,
 )
+# For stages: two share two of the layers, and one is left over.
+DENSE, MIXTURES = CONFIG.stacks
+DEEP = dataclasses.replace(CONFIG, stacks=(dataclasses.replace(MIXTURES, repeats=3),))
 # Each axis alone, and together; with other ways of the same step by the way, such as moments that
 # wait in the host's memory.
 MESHES = {
@@ -43,6 +48,8 @@ MESHES = {
     "expert=2,tensor=2": {},
     "fsdp=2,context=2": {},
     "data=2,fsdp=2,expert=2": {},
+    "stage=2,expert=2": {"parts": 2},
+    "stage=2,fsdp=2,tensor=2": {"pipeline_rows": 2},
 }
 
 
@@ -59,13 +66,13 @@ def make_mesh(flag):
     return meshes.make(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
 
 
-def make_batch():
+def make_batch(layers):
     """Skewed routing: most tokens go to experts 0 and 1, and nobody to expert 6."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 8, B)
     mask = (np.arange(T) >= 4) & (np.arange(T) < 4 + lengths[:, None])
-    skewed = rng.random((B, T, 1, 1)) < 0.8
-    others = rng.permuted(np.tile([0, 2, 3, 4, 5, 7], (B, T, 1, 1)), axis=-1)[..., :K]
+    skewed = rng.random((B, T, layers, 1)) < 0.8
+    others = rng.permuted(np.tile([0, 2, 3, 4, 5, 7], (B, T, layers, 1)), axis=-1)[..., :K]
     return Batch(
         tokens=rng.integers(2, V, (B, T)).astype(np.int32),
         mask=mask,
@@ -79,15 +86,15 @@ def make_batch():
     )
 
 
-@pytest.fixture(scope="module")
-def weights():
+@functools.cache
+def make_weights(config):
     rng = np.random.default_rng(0)
 
     def leaf(p):
         noise = rng.standard_normal(p.shape).astype(np.float32)
         return p.value + 0.2 * noise if p.scale is None else p.scale * noise
 
-    return jax.tree.map(leaf, models.declare(CONFIG))
+    return jax.tree.map(leaf, models.declare(config))
 
 
 OBJECTIVE = dataclasses.replace(
@@ -95,17 +102,18 @@ OBJECTIVE = dataclasses.replace(
 )
 
 
-@pytest.fixture(scope="module")
-def rows():
-    return jax.device_get(jax.jit(OBJECTIVE.prepare)(make_batch())[0])
+@functools.cache
+def make_rows(layers):
+    return jax.device_get(jax.jit(OBJECTIVE.prepare)(make_batch(layers))[0])
 
 
-def train(weights, rows, mesh, parts=1, expert_exchange=None, on_host=False):
+def train(config, mesh, parts=1, on_host=False, **ways):
     """The state, metrics and router sums after one AdamW step."""
-    config = dataclasses.replace(CONFIG, expert_exchange=expert_exchange)
+    rows = make_rows(len(config.mixture_layers))
+    params = jax.device_put(make_weights(config), models.shardings(config, mesh))
+    config = dataclasses.replace(config, **ways)
     settings = OptimizerSettings(learning_rate=1e-2, warmup_steps=1, max_grad_norm=1e9)
     optimizer = states.make_optimizer(settings, 100)
-    params = jax.device_put(weights, models.shardings(config, mesh))
     state = states.create(params, optimizer, OBJECTIVE, mesh, on_host=on_host)
     update = updates.make_update(
         config, OBJECTIVE, optimizer, temperature=0.8, most_wanted=8, parts=parts, replay=True,
@@ -123,12 +131,13 @@ def train(weights, rows, mesh, parts=1, expert_exchange=None, on_host=False):
     return state, L.finish(stats), sums
 
 
-def sample(weights, mesh, expert_exchange=None, **rules):
+def sample(mesh, expert_exchange=None, **rules):
     """Responses of four prompts, two each."""
     config = dataclasses.replace(CONFIG, expert_exchange=expert_exchange)
     rules = {**meshes.ROLLOUT_RULES, **rules}
     engine = Engine(config, mesh, slots=8, page_size=4, max_length=16, chunk=4, rules=rules)
-    engine.load(jax.device_put(weights, models.shardings(config, mesh)), version=0)
+    params = jax.device_put(make_weights(config), models.shardings(config, mesh))
+    engine.load(params, version=0)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(2, V, n).astype(np.int32) for n in (3, 5, 4, 7)]
     sampling = SamplingParams(max_tokens=6, stop_token_ids=(2, 3))
@@ -136,16 +145,21 @@ def sample(weights, mesh, expert_exchange=None, **rules):
     return sorted((r for g in groups for r in g), key=lambda r: (r.prompt_index, r.sample_index))
 
 
-@pytest.fixture(scope="module")
-def alone(weights, rows):
-    mesh = meshes.make(devices=jax.devices()[:1])
-    return train(weights, rows, mesh), sample(weights, mesh)
+@functools.cache
+def train_alone(config):
+    return train(config, meshes.make(devices=jax.devices()[:1]))
+
+
+@functools.cache
+def sample_alone():
+    return sample(meshes.make(devices=jax.devices()[:1]))
 
 
 @pytest.mark.parametrize("flag", MESHES)
-def test_training_equals_one_device(weights, rows, alone, flag):
-    (state, numbers, sums), _ = alone
-    got, found, router = train(weights, rows, make_mesh(flag), **MESHES[flag])
+def test_training_equals_one_device(flag):
+    config = DEEP if "stage" in flag else CONFIG
+    state, numbers, sums = train_alone(config)
+    got, found, router = train(config, make_mesh(flag), **MESHES[flag])
     assert numbers.keys() == found.keys()
     for name, value in numbers.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
@@ -164,14 +178,50 @@ def test_training_equals_one_device(weights, rows, alone, flag):
         clear = np.abs(b) > 1e-3 * np.abs(b).max()
         np.testing.assert_allclose(np.asarray(p)[clear], np.asarray(q)[clear], atol=2e-4)
     for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias"):
-        assert not np.any(gradients["stacks"][1][0]["feed_forward"][name][:, 6])
+        assert not np.any(gradients["stacks"][-1][0]["feed_forward"][name][:, 6])
 
 
-@pytest.mark.parametrize("flag", MESHES)
-def test_sampling_equals_one_device(weights, alone, flag):
-    _, expected = alone
-    for got, want in zip(
-        sample(weights, make_mesh(flag), **WIDE.get(flag, {})), expected, strict=True
-    ):
+@pytest.mark.parametrize("flag", [*(f for f in MESHES if "stage" not in f), "stage=2,expert=2"])
+def test_sampling_equals_one_device(flag):
+    expected, found = sample_alone(), sample(make_mesh(flag), **WIDE.get(flag, {}))
+    for got, want in zip(found, expected, strict=True):
         np.testing.assert_array_equal(got.tokens, want.tokens)
         np.testing.assert_allclose(got.logp, want.logp, atol=LOGP)
+
+
+def test_circular_repeats_equal_one_device():
+    """A dense layer, which no stage has a share of, then mixtures: two pieces a stage, one over."""
+    config = dataclasses.replace(
+        CONFIG,
+        stacks=(DENSE, dataclasses.replace(MIXTURES, repeats=5)),
+        pipeline_repeats=2,
+        remat=False,
+    )
+    batch, given = make_batch(5), np.random.default_rng(2).random((2, B, T)).astype(np.float32)
+    # Its last rows choose for themselves.
+    routing = np.where(np.arange(B)[:, None, None, None] < 6, batch.routing, -1)
+    load = models.routed_load(batch.routing, E)
+
+    def loss(params, rows):
+        tokens, positions, segments, routing, given = rows
+        logp, entropy, router = models.score_tokens(
+            params, config, tokens, positions, segments, routing=routing, load=load
+        )
+        value = given[:, 0] * logp + given[:, 1] * router.auxiliary
+        return jnp.sum(value), (entropy, router)
+
+    def run(mesh):
+        rows = (batch.tokens, batch.positions, batch.segments, routing, given.swapaxes(0, 1))
+        params = jax.device_put(make_weights(config), models.shardings(config, mesh))
+        with jax.set_mesh(mesh):
+            found = jax.jit(jax.value_and_grad(loss, has_aux=True))(
+                params, meshes.shard_rows(rows, mesh)
+            )
+        return jax.device_get(found)
+
+    expected, got = run(meshes.make(devices=jax.devices()[:1])), run(make_mesh("stage=2"))
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True
+    ):
+        name = jax.tree_util.keystr(path)
+        assert np.abs(a - b).max() <= GRADIENTS * max(np.abs(b).max(), 1e-4), name

@@ -3,51 +3,19 @@
 import json
 import signal
 import sys
-import time
 from pathlib import Path
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from runs import command
-
-_TIMES = ("time", "perf/", "perf_")
+from runs import command, last_state, lines, wait_for_step
 
 
 def start(run_dir, *extra, **options):
     """With an objective that remembers something from step to step."""
     return command(run_dir, "--entropy_target=9", *extra, **options)
-
-
-def last_state(run_dir):
-    places = sorted((run_dir / "checkpoints").iterdir(), key=lambda p: int(p.name))
-    with ocp.StandardCheckpointer() as reader:
-        state = reader.restore(places[-1].absolute() / "state")
-    return int(places[-1].name), state
-
-
-def lines(run_dir):
-    text = (run_dir / "metrics.jsonl").read_text()
-    return [
-        {k: v for k, v in json.loads(line).items() if not k.startswith(_TIMES)}
-        for line in text.splitlines()
-    ]
-
-
-def wait_for_step(process, run_dir, step):
-    """Waits until a step is logged, and a moment more, so that a save may be under way."""
-    for _ in range(3000):
-        file = run_dir / "metrics.jsonl"
-        if file.exists():
-            found = [json.loads(x)["step"] for x in file.read_text().splitlines() if x[-1:] == "}"]
-            if found and max(found) >= step:
-                return
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.02)
-    raise AssertionError("the run never got there")
 
 
 @pytest.fixture(scope="module")
