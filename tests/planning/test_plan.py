@@ -214,7 +214,7 @@ def test_the_command_prints_a_plan(monkeypatch, capsys):
     for part in ("stacks/0/0/attention/q", "on 8 v5e (fsdp=4, expert=2)", "KV pool", "bound by"):
         assert part in out
     rules = "--rollout_rules=experts=fsdp+expert"
-    status, wide, _ = run(monkeypatch, capsys, *flags[:2], "--mesh=fsdp=2,expert=4", rules)
+    status, wide, _ = run(monkeypatch, capsys, *flags[:2], "--mesh=data=2,fsdp=2,expert=2", rules)
     assert status == 0 and wide != out
     status, out, _ = run(monkeypatch, capsys, *flags[:2], "--search", "--moments_on_host")
     assert status == 0 and "meshes fit; the fastest by estimate" in out
