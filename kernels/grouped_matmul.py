@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 Backend = Literal["ragged", "blocks"]
 
-_LARGEST_BLOCK = 512
+_LARGEST_FIRST, _BLOCK = 512, 128  # larger ones are no faster, and hold more padding
 
 
 def default_backend() -> Backend:
@@ -106,34 +106,32 @@ class Layout(NamedTuple):
     Attributes:
       groups: Their number, E.
       rows: Places in all.
-      block: Rows of a block, all of one group, padded at their end; 0: rows lie one behind the
-        other, as `ragged` has them.
-      first: Whether block e is for the first rows of group e, used or not. All of these go through
-        one batched product, which costs less than a loop over the blocks that are used.
+      first: Rows of the first block of each group, which is there whether it is used or not. All
+        of these go through one batched product, which costs less than a loop. 0: there are none.
+      block: Rows of each block behind them, all of one group; only those used cost anything.
+        0: there are no blocks; rows lie one behind the other, as `ragged` has them.
     """
 
     groups: int
     rows: int
+    first: int
     block: int
-    first: bool
 
     def places(self, group: Int[Array, " M"], group_sizes: Int[Array, " E"]) -> Int[Array, " M"]:
         """The place of each sorted row, given its group; rows of no group get none: `rows`."""
         place = jnp.arange(group.shape[0], dtype=jnp.int32)
         if self.block:
-            # Blocks past the first ones, used by the groups in order.
-            head = self.block if self.first else 0
             mine = jnp.minimum(group, self.groups - 1)
             rank = place - (jnp.cumsum(group_sizes) - group_sizes)[mine]
             blocks = self.blocks_behind(group_sizes)
-            behind = self.groups * head + (jnp.cumsum(blocks) - blocks)[mine] * self.block
-            place = jnp.where(rank < head, mine * head + rank, behind + rank - head)
+            behind = self.groups * self.first + (jnp.cumsum(blocks) - blocks)[mine] * self.block
+            inside = rank < self.first
+            place = jnp.where(inside, mine * self.first + rank, behind + rank - self.first)
         return jnp.where(group < self.groups, place, self.rows)
 
     def blocks_behind(self, group_sizes: Int[Array, " E"]) -> Int[Array, " E"]:
-        """How many blocks each group has besides its first one."""
-        rest = jnp.maximum(group_sizes - self.block, 0) if self.first else group_sizes
-        return -(-rest // self.block)
+        """How many blocks each group needs besides its first one."""
+        return -(-jnp.maximum(group_sizes - self.first, 0) // self.block)
 
 
 def layout(
@@ -158,18 +156,19 @@ def layout(
     """
     backend = backend or default_backend()
     if backend == "ragged":
-        return Layout(groups, rows, 0, False)
+        return Layout(groups, rows, 0, 0)
     if backend != "blocks":
         raise ValueError(f"grouped_matmul backend {backend!r} is unknown; use 'ragged' or 'blocks'")
     expected, largest = rows if expected is None else expected, min(largest or rows, rows)
     mean = expected / groups
-    # Groups that chance makes larger than their mean mostly fit in one block, too.
-    fits = -(-math.ceil(mean + 3 * mean**0.5) // 8) * 8
-    block = max(1, min(fits, largest, _LARGEST_BLOCK))
-    first = mean >= 0.5  # else most groups are empty
-    each = -(-largest // block) - first  # blocks of a group behind the first ones, at most
-    behind = min(rows // block if first else min(rows, rows // block + groups), groups * each)
-    return Layout(groups, (groups * first + behind) * block, block, first)
+    # Groups that chance makes larger than their mean mostly fit, too.
+    fits = max(1, min(-(-math.ceil(mean + 3 * mean**0.5) // 8) * 8, largest, _LARGEST_FIRST))
+    first = fits if mean >= 0.5 else 0  # else most groups are empty
+    block = min(fits, _BLOCK)
+    # At most so many blocks are needed behind: all rows in one group, or spread over many.
+    behind = min(-(-max(rows - first, 0) // block) if first else rows // block + groups, rows)
+    behind = min(behind, groups * -(-(largest - first) // block))
+    return Layout(groups, groups * first + behind * block, first, block)
 
 
 def grouped(
@@ -247,9 +246,11 @@ def _over_groups(laid: Layout, sizes: Array, turn: Callable, init: Any, *like: A
 
 def _parts(x: Array, laid: Layout) -> tuple[Array, Array]:
     """Rows as blocks: the first of each group, and those behind."""
-    tiles = x.reshape(-1, laid.block, *x.shape[1:])
     head = laid.groups * laid.first
-    return tiles[:head], tiles[head:]
+    return (
+        x[:head].reshape(laid.groups, -1, *x.shape[1:]),
+        x[head:].reshape(-1, laid.block, *x.shape[1:]),
+    )
 
 
 def _whole(parts: list[Array]) -> Array:

@@ -81,7 +81,7 @@ def test_rules_from_flags():
     for text, message in [
         ("experts", "rules flag 'experts': 'experts' is not logical axis=mesh axes; write"),
         ("rows=fsdp", "'rows=fsdp' is not .* the logical axes are embed, heads, "),
-        ("experts=fsdp+row", "mesh axis 'row' is unknown; the axes are data, fsdp, expert"),
+        ("experts=fsdp+row", "mesh axis 'row' is unknown; the axes are stage, data, fsdp, expert"),
     ]:
         with pytest.raises(ValueError, match=message):
             meshes.read_rules(text, meshes.TRAIN_RULES)

@@ -135,7 +135,7 @@ def experts(
     laid = gmm.layout(n * k, e, expected=-(-n * k // devices), largest=n)
     params = jax.tree.map(lambda p: p.astype(x.dtype), params)
     run = functools.partial(gmm.grouped, _STAGES[activation], params=params, laid=laid)
-    if laid.first and laid.block == n:
+    if laid.first == n:
         # Every expert has room for all tokens: they need not be moved.
         out = run(jnp.tile(x, (e, 1)), group_sizes=jnp.full((e,), n, jnp.int32))
         place = jnp.where(chosen < e, chosen * n + jnp.arange(n)[:, None], e * n)

@@ -151,7 +151,7 @@ def test_read_onto_a_mesh(name, sizes):
 def test_a_process_reads_only_what_it_holds(monkeypatch):
     # As one of four hosts would: three quarters of the devices are not this process's.
     mesh = meshes.make(expert=2, fsdp=4)
-    mine = set(mesh.devices[0, 2:, 1].ravel())
+    mine = set(mesh.devices[0, 0, 2:, 1].ravel())  # stage, data, fsdp, expert
     read = {}
     plain = huggingface.Folder.read
 
