@@ -126,7 +126,7 @@ def test_settings_of_the_model_reach_it():
     flags = ["--expert_exchange=all_to_all", "--remat=True", "--compute_dtype=bfloat16"]
     flags += ["--pipeline_repeats=2", "--pipeline_rows=3"]
     _, config = parse(flags, "train")
-    found = setup._Policy.open(config, meshes.make(fsdp=8)).model
+    found = setup._Policy.open(config, meshes.make(fsdp=8), meshes.TRAIN_RULES).model
     assert (found.expert_exchange, found.remat, found.dtype) == ("all_to_all", True, "bfloat16")
     assert (found.pipeline_repeats, found.pipeline_rows) == (2, 3)
 
