@@ -13,8 +13,9 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 from rljax_kernels import grouped_matmul as gmm
 
-from rljax.mesh import gather, varies, vary_alike
+from rljax.mesh import gather, varies, vary_alike, vary_over
 from rljax.models.config import Experts
+from rljax.models.transposed import Transposed
 
 Exchange = Literal["gather", "all_to_all"]
 
@@ -45,6 +46,9 @@ CLAMP = 7.0
 """Where gpt-oss clamps its experts' gates (from above) and what they gate (on both sides)."""
 GAIN = 1.702
 """The factor inside the sigmoid of gpt-oss's experts."""
+_TOGETHER = 256
+"""Up to so many rows, over all experts, it costs less to read the weights in one go than to spare
+the products of tokens with experts that they have not chosen."""
 _TINY = 1e-20  # added to the sum that sigmoids are divided by, as in DeepSeek-V3
 
 
@@ -123,7 +127,8 @@ def experts(
 
     Args:
       params: `gate`, `up` [E, D, F] and `down` [E, F, D]; with biases also `gate_bias`, `up_bias`
-        [E, F] and `down_bias` [E, D].
+        [E, F] and `down_bias` [E, D]. Where there are also `gate_all`, `up_all` and `down_all`,
+        `Transposed` by `transpose_experts`, few tokens go through all experts together.
       x: Hidden states, in the compute dtype.
       chosen: Experts of each token, none of them twice; those not below E add nothing.
       weights: Their weights, float32.
@@ -132,6 +137,8 @@ def experts(
     """
     n, k = chosen.shape
     e = params["gate"].shape[0]
+    if "gate_all" in params and n * e <= _TOGETHER:
+        return _through_all(params, x, chosen, weights, activation)
     laid = gmm.layout(n * k, e, expected=-(-n * k // devices), largest=n)
     params = jax.tree.map(lambda p: p.astype(x.dtype), params)
     run = functools.partial(gmm.grouped, _STAGES[activation], params=params, laid=laid)
@@ -149,6 +156,29 @@ def experts(
     spread = _gather_rows(x, source // k, place.reshape(n, k))
     out = run(spread, group_sizes=sizes)
     return _weighed(_pick_rows(out, place, source).reshape(n, k, -1), weights, x.dtype)
+
+
+def _through_all(
+    params: dict[str, Any], x: Array, chosen: Array, weights: Array, activation: str
+) -> Array:
+    """`experts` by products with all of them, of which the last adds up over experts too."""
+    e = params["gate"].shape[0]
+    mine = chosen.T[:, None] == jnp.arange(e)[:, None]  # [k, E, N]
+    share = jnp.where(mine, weights.T[:, None], 0).sum(0)
+    used = mine.any(0)[:, None]
+
+    def enter(x: Array, w: Transposed, bias: Array | None = None) -> Array:
+        y = w.astype(x.dtype).product(x).reshape(e, -1, x.shape[-1])
+        return y if bias is None else y + bias.astype(x.dtype)[:, :, None]
+
+    def leave(x: Array, w: Transposed, bias: Array | None = None) -> Array:
+        weighed = jnp.where(used, x * share[:, None], 0).astype(x.dtype)  # 0 · NaN would be NaN
+        y = w.astype(x.dtype).product(weighed.reshape(-1, x.shape[-1]))
+        return y if bias is None else y + (bias.astype(jnp.float32).T @ share).astype(x.dtype)
+
+    params = params | {name: params[f"{name}_all"] for name in ("gate", "up", "down")}
+    into, out_of = _STAGES[activation]
+    return out_of(leave, into(enter, x.T, params), params).T
 
 
 def _weighed(outputs: Float[Array, "N k D"], weights: Array, dtype: Any) -> Float[Array, "N D"]:
@@ -182,7 +212,7 @@ def parallel_experts(
         devices that have one of its experts, and back. None: the one that moves less.
     """
     (n, k), here = chosen.shape, params["gate"].shape[0]
-    sliced = varies(params["gate"], "tensor")
+    sliced = "tensor" in vary_over(params["gate"])
     devices = jax.lax.axis_size(spread) if spread else 1
     # Along the others of them, all devices have the same tokens.
     shown = tuple(axis for axis in spread if varies(x, axis))

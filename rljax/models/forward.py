@@ -44,6 +44,7 @@ from rljax.models.config import (
 from rljax.models.experts import RouterOutputs
 from rljax.models.parameters import Params, declare
 from rljax.models.pipeline import Layers, Outputs
+from rljax.models.transposed import Transposed
 
 
 class Attend(Protocol):
@@ -336,7 +337,7 @@ def _qk_norm(x: Array, scale: Array, eps: float) -> Array:
     return rms_norm(flat, scale.reshape(-1), eps).reshape(x.shape)
 
 
-def matmul(x: Array, w: Array, contracted: int = 1) -> Array:
+def matmul(x: Array, w: Array | Transposed, contracted: int = 1) -> Array:
     """Contracts the last dimensions of x with the first of w, in x's dtype.
 
     As a product of two plain matrices: for more dimensions XLA turns the operands of the weights'
@@ -345,8 +346,9 @@ def matmul(x: Array, w: Array, contracted: int = 1) -> Array:
     """
     inner, lead = math.prod(w.shape[:contracted]), x.shape[: x.ndim - contracted]
     flat = x.reshape(*(lead if split("context") else (-1,)), inner)
-    y = flat @ w.astype(x.dtype).reshape(inner, -1)
-    return y.reshape(*lead, *w.shape[contracted:])
+    w, outer = w.astype(x.dtype), w.shape[contracted:]
+    y = w.product(flat.T).T if isinstance(w, Transposed) else flat @ w.reshape(inner, -1)
+    return y.reshape(*lead, *outer)
 
 
 def _dense(p: Params, x: Array) -> Array:
@@ -652,15 +654,18 @@ def _embed_part(table: Array, tokens: Array, *, dtype: str) -> Array:
 
 def output_logits(params: Params, config: ModelConfig, hidden: Array) -> Array:
     """Logits in float32 [..., V] from final hidden states [..., D]."""
-    # The tied embedding is contracted as it lies: turning it round would copy it at every step.
-    name, axis = ("embed", 1) if config.tie_embeddings else ("output", 0)
-    flat = jax.lax.dot_general(  # as one plain matrix, for the reason given in `matmul`
-        hidden.reshape(-1, hidden.shape[-1]),
-        params[name].astype(hidden.dtype),
-        (((1,), (axis,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
+    flat = hidden.reshape(-1, hidden.shape[-1])  # for the reason given in `matmul`
+    options: dict[str, Any] = dict(
+        precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
+    w = params.get("output")
+    if isinstance(w, Transposed):
+        flat = w.astype(hidden.dtype).product(flat.T, **options).T
+    else:
+        # The tied embedding is contracted as it lies: turning it would copy it at every step.
+        w, axis = (params["embed"], 1) if config.tie_embeddings else (w, 0)
+        dimensions = (((1,), (axis,)), ((), ()))
+        flat = jax.lax.dot_general(flat, w.astype(hidden.dtype), dimensions, **options)
     return flat.reshape(*hidden.shape[:-1], -1)
 
 
