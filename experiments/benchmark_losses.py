@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.timing import HOW_TO_COMPARE, spelt, timed, torch_half
+from experiments.timing import HOW_TO_COMPARE, peer_half, spelt, timed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +180,8 @@ def run_torch(config: Config) -> dict[str, dict[str, float]]:
 
 def main(config: Config) -> None:
     """Runs both halves and prints one line an objective."""
-    ours, theirs = run_jax(config), torch_half("experiments.benchmark_losses", config)
+    ours = run_jax(config)
+    theirs = peer_half("torch", config.torch_python, "experiments.benchmark_losses", config)
     print(f"{config.responses} x {config.length} tokens, metrics: {config.metrics}")
     for name in OBJECTIVES:
         line = f"{name:6} jax {spelt(ours[name])}"
@@ -191,7 +192,7 @@ def main(config: Config) -> None:
                 np.testing.assert_allclose(ours[name][key], theirs[name][key], rtol=1e-4)
         print(line)
     if theirs is None:
-        print(HOW_TO_COMPARE)
+        print(HOW_TO_COMPARE["torch"])
     print(json.dumps({"jax": ours, "torch": theirs}))
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.timing import HOW_TO_COMPARE, timed, torch_half
+from experiments.timing import HOW_TO_COMPARE, peer_half, timed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +226,9 @@ def main(config: Config) -> None:
     """Runs both halves and prints one line a measurement."""
     with tempfile.TemporaryDirectory() as folder:
         ours = run_jax(config, Path(folder))
-        theirs = torch_half("experiments.benchmark_model", config, folder=folder)
+        theirs = peer_half(
+            "torch", config.torch_python, "experiments.benchmark_model", config, folder=folder
+        )
     print(f"float32 matmul of {config.matmul_size}: jax {ours['peak_gflops']:.0f} GFLOP/s")
     heads = ["case", "what", "jax ms", "median", "of peak"]
     if theirs is not None:
@@ -242,7 +244,7 @@ def main(config: Config) -> None:
                 want = theirs["cases"][case][kind]["value"]
                 np.testing.assert_allclose(mine["value"], want, rtol=1e-4, atol=1e-4)
     if theirs is None:
-        print(HOW_TO_COMPARE)
+        print(HOW_TO_COMPARE["torch"])
     print(json.dumps({"jax": ours, "torch": theirs}))
 
 

@@ -1,25 +1,29 @@
-"""Times the sampling engine against its limit on this machine and against transformers.
+"""Times the sampling engine against its limit on this machine, transformers and vLLM.
 
 Eight prompts of 64 tokens, eight responses each, temperature 1, no end ids; float32,
 random weights. Uniform: every response has 128 tokens. Long-tail: the responses' limits come from a
 geometric distribution (7 + geometric(1/32), between 8 and 128; 2,466 tokens in all). transformers,
 which has no limits for single rows, decodes one batch up to the longest. Only tokens within a
-response's own limit count as useful.
+response's own limit count as useful. vLLM's CPU build takes 64 requests, each with its own limit,
+and computes a prompt's first block of 32 tokens once a run.
 
 The limit ("ideal") is the model without attention over a cache and without a host: its matmuls and
 its sampling, on rows that shrink to the next power of two as responses end.
 
 Command:
     python -m experiments.benchmark_sampler                     # JAX alone
-    python -m experiments.benchmark_sampler --torch-python /path/to/python-with-transformers
+    python -m experiments.benchmark_sampler --torch-python /path/to/python-with-transformers \
+        --vllm-python /path/to/python-with-vllm
 
-Cost: about 4 minutes a model on 2 CPU cores, half of it compilation; 2 more for transformers.
+Cost: about 4 minutes a model on 2 CPU cores, half of it compilation; 2 more for each peer.
 
 Expected: nothing is compiled after warm-up; figures are in experiments/README.md.
 """
 
 import dataclasses
 import json
+import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +31,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from experiments.timing import HOW_TO_COMPARE, torch_half
+from experiments.timing import HOW_TO_COMPARE, peer_half
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Config:
         new_tokens: Tokens of the longest response.
         repeats: Timed runs; the median and the fastest are reported.
         torch_python: A Python with torch and transformers; None: this one, if it has them.
+        vllm_python: A Python with vLLM's CPU build; None: this one, if it has it.
     """
 
     models: tuple[Literal["speed-s", "speed-m"], ...] = ("speed-s", "speed-m")
@@ -53,8 +58,17 @@ class Config:
     new_tokens: int = 128
     repeats: int = 3
     torch_python: Path | None = None
+    vllm_python: Path | None = None
 
 
+VLLM_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+PEERS = {"torch": "transformers", "vllm": "vLLM"}
 LEAST_ROWS = 4  # of the engine's decode steps and of the ideal ones
 
 
@@ -175,8 +189,8 @@ def run_ideal(config: Config, model: Any, params: Any) -> dict[str, Any]:
     return found
 
 
-def run_torch(config: Config, model: str) -> dict[str, Any]:
-    """The rates of transformers' generate, at the same sizes and lengths."""
+def torch_policy(model: str) -> Any:
+    """The transformers model of a configuration, with random weights."""
     import torch
     import transformers
 
@@ -192,7 +206,14 @@ def run_torch(config: Config, model: str) -> dict[str, Any]:
             norm_topk_prob=True, **sizes,
         )  # fmt: skip
     torch.manual_seed(0)
-    policy = transformers.AutoModelForCausalLM.from_config(architecture).eval()
+    return transformers.AutoModelForCausalLM.from_config(architecture).eval()
+
+
+def run_torch(config: Config, model: str) -> dict[str, Any]:
+    """The rates of transformers' generate, at the same sizes and lengths."""
+    import torch
+
+    policy = torch_policy(model)
     tokens = torch.from_numpy(prompts_of(config)).repeat_interleave(config.generations, dim=0)
     found = {}
     for workload in config.workloads:
@@ -217,6 +238,47 @@ def run_torch(config: Config, model: str) -> dict[str, Any]:
     return found
 
 
+def run_vllm(config: Config, model: str) -> dict[str, Any]:
+    """The rates of vLLM's CPU build, compiled, at the same sizes and lengths."""
+    with tempfile.TemporaryDirectory() as folder:
+        # vLLM reads these as it is imported; what it compiles for this folder serves no other run.
+        os.environ.update(VLLM_ENVIRONMENT, VLLM_CACHE_ROOT=folder)
+        import vllm
+
+        torch_policy(model).save_pretrained(folder)
+        engine = vllm.LLM(
+            folder,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            block_size=32,
+            enable_prefix_caching=True,
+            max_num_seqs=config.prompts * config.generations,
+            max_model_len=config.prompt_length + config.new_tokens,
+        )
+        prompts = [
+            {"prompt_token_ids": row}
+            for row in prompts_of(config).tolist()
+            for _ in range(config.generations)
+        ]
+        found = {}
+        for workload in config.workloads:
+            limits = [
+                vllm.SamplingParams(
+                    temperature=1, max_tokens=int(n), ignore_eos=True, detokenize=False
+                )
+                for n in lengths_of(config, workload)
+            ]
+
+            def run(limits: list[Any] = limits) -> int:
+                engine.reset_prefix_cache()  # as new weights do: no run finds another's prompts
+                responses = engine.generate(prompts, limits, use_tqdm=False)
+                return sum(len(r.outputs[0].token_ids) for r in responses)
+
+            run()
+            found[workload] = rates(run, config.repeats)
+        return found
+
+
 def main(config: Config) -> None:
     """Times what there is and prints a line a model and workload."""
     import jax
@@ -228,7 +290,10 @@ def main(config: Config) -> None:
         model = models.PRESETS[name]()
         params = models.init(jax.random.key(0), model)
         engine, ideal = run_engine(config, model, params), run_ideal(config, model, params)
-        theirs = torch_half("experiments.benchmark_sampler", config, model=name)
+        peers = {
+            library: peer_half(library, python, "experiments.benchmark_sampler", config, model=name)
+            for library, python in (("torch", config.torch_python), ("vllm", config.vllm_python))
+        }
         print(
             f"{name}: warm-up {engine['warm_up_s']:.0f} s, {engine['programs']} programs; "
             f"{engine['late_compilations']} compilations after it"
@@ -243,13 +308,17 @@ def main(config: Config) -> None:
                 f"of {total:.2f} s: matmuls {limit['matmuls_s']:.2f}, "
                 f"sampling {limit['sampling_s']:.2f}, attention, prefill and host {rest:.2f}"
             )
-            if theirs is not None:
-                peer = theirs[workload]["best"]
-                line += f"; transformers {peer:.0f}, {ours['best'] / peer:.1f} x"
+            for library, theirs in peers.items():
+                if theirs is not None:
+                    peer = theirs[workload]["best"]
+                    line += f"; {PEERS[library]} {peer:.0f}, {ours['best'] / peer:.2f} x"
             print(line)
-        if theirs is None:
-            print(HOW_TO_COMPARE)
-        results[name] = {"engine": engine, "ideal": ideal, "transformers": theirs}
+        for library, theirs in peers.items():
+            if theirs is None:
+                print(HOW_TO_COMPARE[library])
+        results[name] = {"engine": engine, "ideal": ideal} | {
+            PEERS[library]: theirs for library, theirs in peers.items()
+        }
     print(json.dumps(results))
 
 

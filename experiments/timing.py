@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing a call, and running the torch half by another Python."""
+"""What the benchmarks share: timing a call, and running a peer's half by another Python."""
 
 import dataclasses
 import importlib
@@ -9,14 +9,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-HOW_TO_COMPARE = (
-    "no torch here: give --torch-python a Python that has it "
-    "(pip install torch transformers --extra-index-url https://download.pytorch.org/whl/cpu)"
-)
+HOW_TO_COMPARE = {
+    "torch": "no torch here: give --torch-python a Python that has it "
+    "(pip install torch transformers --extra-index-url https://download.pytorch.org/whl/cpu)",
+    "vllm": "no vllm here: give --vllm-python a Python that has its CPU build "
+    "(experiments/README.md says how to install it)",
+}
+"""What to say where a library is missing."""
 
 
 def timed(function: Callable[[], Any], repeats: int, warm_up: int = 3) -> dict[str, float]:
@@ -36,25 +39,33 @@ def spelt(times: dict[str, Any]) -> str:
     return f"{times['fastest_ms']:6.2f} ms (median {times['median_ms']:6.2f})"
 
 
-def torch_half(module: str, config: Any, **arguments: Any) -> Any:
-    """What a benchmark's `run_torch(config, **arguments)` gives, through JSON.
+def peer_half(
+    library: Literal["torch", "vllm"],
+    python: Path | None,
+    module: str,
+    config: Any,
+    **arguments: Any,
+) -> Any:
+    """What a benchmark's `run_torch` or `run_vllm` gives, through JSON.
 
     Args:
+        library: The peer.
+        python: The Python that runs it; None: this one.
         module: The benchmark's full name.
-        config: Its `Config`; `torch_python` names the Python that runs it, None this one.
+        config: Its `Config`, the first argument.
         **arguments: Further arguments, as JSON holds them.
 
     Returns:
-        The result; None where this Python is to run it and has no torch.
+        The result; None where this Python is to run it and has no such library.
     """
-    python = config.torch_python
+    function = f"run_{library}"
     if python is None:
-        if importlib.util.find_spec("torch") is None:
+        if importlib.util.find_spec(library) is None:
             return None
-        return importlib.import_module(module).run_torch(config, **arguments)
-    plain = dataclasses.asdict(dataclasses.replace(config, torch_python=None))
+        return getattr(importlib.import_module(module), function)(config, **arguments)
+    call = [module, function, dataclasses.asdict(config), arguments]
     done = subprocess.run(
-        [str(python), "-m", "experiments.timing", json.dumps([module, plain, arguments])],
+        [str(python), "-m", "experiments.timing", json.dumps(call, default=str)],  # paths as text
         cwd=Path(__file__).parents[1],
         stdout=subprocess.PIPE,
         text=True,
@@ -64,6 +75,6 @@ def torch_half(module: str, config: Any, **arguments: Any) -> Any:
 
 
 if __name__ == "__main__":
-    name, fields, others = json.loads(sys.argv[1])
+    name, wanted, fields, others = json.loads(sys.argv[1])
     benchmark = importlib.import_module(name)
-    print(json.dumps(benchmark.run_torch(benchmark.Config(**fields), **others)))
+    print(json.dumps(getattr(benchmark, wanted)(benchmark.Config(**fields), **others)))

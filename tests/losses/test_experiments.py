@@ -80,14 +80,21 @@ def test_benchmark_sampler(capsys, monkeypatch):
     small = presets.decoder(
         vocab_size=8192, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16
     )
-    monkeypatch.setattr(benchmark, "torch_half", lambda *_, **__: None)
+    vllm = {workload: {"best": 123.0} for workload in ("uniform", "long-tail")}
+    monkeypatch.setattr(
+        benchmark, "peer_half", lambda library, *_, **__: {"torch": None, "vllm": vllm}[library]
+    )
     monkeypatch.setattr(
         importlib.import_module("rljax.models"), "PRESETS", {"speed-s": lambda: small}
     )
     sizes = {"prompts": 2, "prompt_length": 5, "generations": 2, "new_tokens": 20, "repeats": 1}
     config = benchmark.Config(models=("speed-s",), **sizes)
     benchmark.main(config)
-    found = printed(capsys)["speed-s"]
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert sum("; vLLM 123, " in line for line in lines) == 2
+    assert [line.split(":")[0] for line in lines if "--" in line] == ["no torch here"]
+    found = json.loads(last)["speed-s"]
+    assert found["transformers"] is None and found["vLLM"] == vllm
     assert found["engine"]["late_compilations"] == 0
     for workload in config.workloads:
         assert found["engine"][workload]["best"] > 0 and found["ideal"][workload]["best"] > 0
