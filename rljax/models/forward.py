@@ -266,11 +266,15 @@ def _attention(
     if isinstance(c, LatentAttention):
         return _latent_attention(p, x, positions, c, attend, layer, cache)
 
-    def project(name: str) -> Array:
-        y = matmul(x, p[name])
-        return y + p[f"{name}_bias"].astype(x.dtype) if c.bias else y
-
-    q, k, v = (_over_heads(project(name)) for name in ("q", "k", "v"))
+    if "qkv" in p:  # where decoding has put them together
+        ends = [c.num_heads, c.num_heads + c.num_kv_heads]
+        projected = jnp.split(matmul(x, p["qkv"]), ends, axis=2)
+    else:
+        projected = [matmul(x, p[name]) for name in ("q", "k", "v")]
+    if c.bias:
+        biases = (p[f"{name}_bias"].astype(x.dtype) for name in ("q", "k", "v"))
+        projected = [y + bias for y, bias in zip(projected, biases, strict=True)]
+    q, k, v = map(_over_heads, projected)
     if c.qk_norm:
         q, k = (_qk_norm(y, p[name], config.norm_eps) for y, name in ((q, "q_norm"), (k, "k_norm")))
     q, k = _rotated((q, k), positions, c)
@@ -352,7 +356,11 @@ def matmul(x: Array, w: Array | Transposed, contracted: int = 1) -> Array:
 
 
 def _dense(p: Params, x: Array) -> Array:
-    hidden = jax.nn.silu(matmul(x, p["gate"])) * matmul(x, p["up"])
+    if "gate_up" in p:  # as for attention
+        gate, up = jnp.split(matmul(x, p["gate_up"]), 2, axis=-1)
+    else:
+        gate, up = matmul(x, p["gate"]), matmul(x, p["up"])
+    hidden = jax.nn.silu(gate) * up
     return matmul(constrain(hidden, BATCH_AXES, "context", "tensor"), p["down"])
 
 

@@ -7,9 +7,10 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from rljax.models.config import Dense, Experts, ModelConfig, Stack
+from rljax.models.config import Block, Dense, LatentAttention, ModelConfig, Stack
 from rljax.models.parameters import Params
 from rljax.models.transposed import Transposed, transpose_experts, transpose_matrix
 
@@ -48,19 +49,18 @@ def _row(x: Any, i: int) -> jax.Array:
     return jax.make_array_from_single_device_arrays((1, *x.shape[1:]), x.sharding, pieces)
 
 
-_CONTRACTED = {"q": 1, "k": 1, "v": 1, "o": 2, "q_down": 1, "q_up": 1, "kv_down": 1}
-"""How many dimensions each matrix of attention contracts."""
 _FEW = 4  # experts, for each that a token uses: so many cost less together than by themselves
 
 
 def transpose(params: Params, config: ModelConfig) -> Params:
     """The result of `views`, with transposed copies of its matrices.
 
-    A tied embedding is not copied: in the product that gives logits it is on the left as it lies.
-    Experts stay as they are in mixtures whose tokens use few of them.
+    Matrices that the same rows go into become one: `qkv`, `gate_up`. A tied embedding is not
+    copied: in the product that gives logits it is on the left as it lies. Experts are there twice,
+    for few rows and for more; only as they are in mixtures whose tokens use few of them.
     """
     blocks = iter(config.layers)
-    stacks = [[_transpose(p, next(blocks).feed_forward) for p in s] for s in params["stacks"]]
+    stacks = [[_transpose(p, next(blocks)) for p in stack] for stack in params["stacks"]]
     embed = params["embed"]
     tied = config.tie_embeddings
     output = Transposed(embed, embed.shape) if tied else transpose_matrix(params["output"])
@@ -70,19 +70,26 @@ def transpose(params: Params, config: ModelConfig) -> Params:
 _stacked = functools.partial(transpose_matrix, layers=True)
 
 
-def _transpose(layer: Params, feed_forward: Dense | Experts) -> Params:
-    attention, rest = layer["attention"], layer["feed_forward"]
-    attention = {
-        name: transpose_matrix(w, _CONTRACTED[name], layers=True) if name in _CONTRACTED else w
-        for name, w in attention.items()
-    }
-    if isinstance(feed_forward, Dense):
-        rest = jax.tree.map(_stacked, rest)
+def _transpose(layer: Params, block: Block) -> Params:
+    attention, rest = dict(layer["attention"]), dict(layer["feed_forward"])
+    if isinstance(block.attention, LatentAttention):
+        for name in {"q", "q_down", "q_up", "kv_down"} & attention.keys():
+            attention[name] = _stacked(attention[name])
     else:
-        rest = dict(rest)
+        together = jnp.concatenate([attention.pop(name) for name in ("q", "k", "v")], axis=2)
+        attention["qkv"] = _stacked(together)
+    attention["o"] = _stacked(attention["o"], 2)
+    if isinstance(block.feed_forward, Dense):
+        rest = _transpose_dense(rest)
+    else:
         if "shared" in rest:
-            rest["shared"] = jax.tree.map(_stacked, rest["shared"])
-        if feed_forward.num_experts <= _FEW * feed_forward.top_k:
+            rest["shared"] = _transpose_dense(rest["shared"])
+        if block.feed_forward.num_experts <= _FEW * block.feed_forward.top_k:
             for name in ("gate", "up", "down"):
                 rest[f"{name}_all"] = transpose_experts(rest[name], into=name != "down")
     return {**layer, "attention": attention, "feed_forward": rest}
+
+
+def _transpose_dense(p: Params) -> Params:
+    both = jnp.concatenate([p["gate"], p["up"]], axis=2)
+    return {"gate_up": _stacked(both), "down": _stacked(p["down"])}
