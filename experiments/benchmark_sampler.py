@@ -15,6 +15,8 @@ Command:
     python -m experiments.benchmark_sampler --torch-python /path/to/python-with-transformers \
         --vllm-python /path/to/python-with-vllm
 
+Under Linux, GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in front gives all of them huge pages.
+
 Cost: about 4 minutes a model on 2 CPU cores, half of it compilation; 2 more for each peer.
 
 Expected: nothing is compiled after warm-up; figures are in experiments/README.md.
@@ -46,6 +48,7 @@ class Config:
         generations: Responses a prompt.
         new_tokens: Tokens of the longest response.
         repeats: Timed runs; the median and the fastest are reported.
+        transposed: Whether the engine, and its limit, decode with transposed copies of the weights.
         torch_python: A Python with torch and transformers; None: this one, if it has them.
         vllm_python: A Python with vLLM's CPU build; None: this one, if it has it.
     """
@@ -57,6 +60,7 @@ class Config:
     generations: int = 8
     new_tokens: int = 128
     repeats: int = 3
+    transposed: bool = True
     torch_python: Path | None = None
     vllm_python: Path | None = None
 
@@ -107,6 +111,7 @@ def run_engine(config: Config, model: Any, params: Any) -> dict[str, Any]:
         slots=config.prompts * config.generations,
         max_length=config.prompt_length + config.new_tokens,
         least_rows=LEAST_ROWS,
+        transposed=config.transposed,
     )
     engine.load(params, version=0)
     start = time.perf_counter()
@@ -134,10 +139,10 @@ def step_seconds(config: Config, model: Any, params: Any, rows: int, sampled: bo
 
     from rljax import models
     from rljax.models.forward import output_logits
+    from rljax.sampling import layers
     from rljax.sampling.draw import draw, keys_at, row_keys
-    from rljax.sampling.layers import apart, views
 
-    bare = apart(model)
+    bare = layers.apart(model)
 
     def attend(q: Any, k: Any, v: Any, layer: Any, cache: Any, **_: Any) -> tuple[Any, Any]:
         return q + 1e-3 * jnp.repeat(k + v, q.shape[2] // k.shape[2], axis=2), cache
@@ -155,7 +160,9 @@ def step_seconds(config: Config, model: Any, params: Any, rows: int, sampled: bo
 
         return jax.lax.fori_loop(0, count, step, token)
 
-    weights = views(params, model)
+    weights = layers.views(params, model)
+    if config.transposed:
+        weights = layers.transpose(weights, model)
     keys = row_keys(jnp.arange(4 * rows, dtype=jnp.int32).reshape(rows, 4))
 
     def seconds(count: int) -> float:

@@ -671,9 +671,9 @@ def output_logits(params: Params, config: ModelConfig, hidden: Array) -> Array:
         flat = w.astype(hidden.dtype).product(flat.T, **options).T
     else:
         # The tied embedding is contracted as it lies: turning it would copy it at every step.
-        w, axis = (params["embed"], 1) if config.tie_embeddings else (w, 0)
-        dimensions = (((1,), (axis,)), ((), ()))
-        flat = jax.lax.dot_general(flat, w.astype(hidden.dtype), dimensions, **options)
+        name, axis = ("embed", 1) if config.tie_embeddings else ("output", 0)
+        w = params[name].astype(hidden.dtype)
+        flat = jax.lax.dot_general(flat, w, (((1,), (axis,)), ((), ())), **options)
     return flat.reshape(*hidden.shape[:-1], -1)
 
 

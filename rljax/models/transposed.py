@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -28,7 +29,7 @@ class Transposed:
 
     def astype(self, dtype: Any) -> Transposed:
         """The same weight in another dtype."""
-        return self.replace(matrix=self.matrix.astype(dtype))
+        return dataclasses.replace(self, matrix=self.matrix.astype(dtype))
 
     def product(self, x: Float[Array, "in N"], **options: Any) -> Float[Array, "out N"]:
         """`matrix @ x`; options are those of `jnp.matmul`.
