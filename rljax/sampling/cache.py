@@ -86,7 +86,8 @@ def _take(pool: Pool, layer: Array | int, table: Int[Array, "R P"]) -> dict[str,
     rows, pages = table.shape
 
     def join(name: str) -> Array:
-        x = pool[name][layer, table]  # k: [R, P, K, d, page_size], v: [R, P, K, page_size, d]
+        # k: [R, P, K, d, page_size], v: [R, P, K, page_size, d]
+        x = pool[name].at[layer, table].get(mode="clip")
         if name == "k":
             return x.transpose(0, 2, 3, 1, 4).reshape(rows, *x.shape[2:4], pages * x.shape[4])
         return x.transpose(0, 2, 1, 3, 4).reshape(rows, x.shape[2], -1, x.shape[4])
@@ -104,11 +105,13 @@ def _put(pool: Pool, layer: Array | int, new: dict[str, Array], page: Array, off
 
 
 def _clean(kept: dict[str, Array], seen: Bool[Array, "R S"]) -> dict[str, Array]:
-    """Zeros what no query may see: pages may hold anything, and 0 · NaN is NaN."""
-    return {
-        name: jnp.where(seen[:, None, None, :] if name == "k" else seen[:, None, :, None], x, 0)
-        for name, x in kept.items()
-    }
+    """Zeros the values that no query may see: pages may hold anything, and 0 · NaN is NaN.
+
+    Keys do no harm, unless values are part of them: scores of what is not seen are replaced.
+    """
+    if "v" in kept:
+        return {**kept, "v": jnp.where(seen[:, None, :, None], kept["v"], 0)}
+    return {"k": jnp.where(seen[:, None, None, :], kept["k"], 0)}
 
 
 def attend_kept(
@@ -201,7 +204,7 @@ def paged_attention(
 
 
 def gather_rows(pool: Pool, table: Int[Array, "R P"], filled: Int[Array, " R"]) -> Kept:
-    """Copies the pages of each row out of the pool, layer by layer; past `filled` tokens: zeros."""
+    """Copies the pages of each row out of the pool, layer by layer; values past `filled` are 0."""
     layers, page_size = pool["k"].shape[0], pool["k"].shape[4]
     seen = jnp.arange(table.shape[1] * page_size) < filled[:, None]
     each = [_clean(_take(pool, layer, table), seen) for layer in range(layers)]

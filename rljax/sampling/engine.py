@@ -578,7 +578,7 @@ class Engine:
         """Runs one bucket of prefill rows; returns what is left."""
         longest = max(len(f.tokens) for part in fills for f in part)
         width = bucket(longest, _WIDTH, self._widest)
-        rows = bucket(max(len(part) for part in fills), _ROWS_LEAST, self._most_rows(width))
+        rows = self._prefill_rows(max(len(part) for part in fills), width)
         batch = [part[:rows] for part in fills]
         ends = [f.start + min(len(f.tokens), width) for part in batch for f in part]
         columns = bucket(self._pages(max(ends)), self._pages(width), self._most_pages, _GROWTH)
@@ -619,6 +619,14 @@ class Engine:
         most = min(self._prefill_tokens // 8, self.max_length)
         return bucket(most, _WIDTH, 1 << most.bit_length())
 
+    def _prefill_rows(self, n: int, width: int) -> int:
+        """Rows of the next prefill call where n prompts of that width wait.
+
+        Powers of four are few programs; what fills no more than half of one is split instead.
+        """
+        rows = bucket(n, _ROWS_LEAST, self._most_rows(width), _GROWTH)
+        return rows // _GROWTH if 2 * n <= rows and rows > _ROWS_LEAST else rows
+
     def _most_rows(self, width: int) -> int:
         """Prompts of that width that one prefill call takes."""
         fits = max(self._prefill_tokens // width, 1)
@@ -650,7 +658,7 @@ class Engine:
                 ran += 1
         for width in buckets(_WIDTH, self._widest):
             most = self._most_rows(width)
-            for rows in buckets(_ROWS_LEAST, most):
+            for rows in buckets(_ROWS_LEAST, most, _GROWTH):
                 for columns in buckets(self._pages(width), self._most_pages, _GROWTH):
                     tokens = np.zeros((n * rows, width), np.int32)
                     none = np.zeros(n * rows, np.int32)
@@ -722,7 +730,7 @@ class Engine:
             min_p=np.zeros((n, count), np.float32),
             stop=full(-1, count, self._stop_ids),
             enough=np.asarray([[self._enough(s, count)] for s in range(n)], np.int32),
-            table=full(0, count, self._shapes.pages(pages)),
+            table=full(0, count, self._shapes.pages(pages, count)),
             base=full(0, count),
             shared=full(0, blocks, columns),
         )
@@ -806,7 +814,7 @@ class Engine:
 
 _WIDTH = 32  # least tokens of a prefill row
 _ROWS_LEAST = 4  # least rows of a prefill call
-_GROWTH = 4  # of the pages that a prefill call may read
+_GROWTH = 4  # of the rows of a prefill call and of the pages that it may read
 
 _POOL = P(None, meshes.BATCH_AXES)
 _ROWS = P(meshes.BATCH_AXES)

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from rljax.sampling.scheduler import Sequence
 
 
-def bucket(n: int, least: int, most: int, growth: int = 2) -> int:
+def bucket(n: int, least: int, most: int, growth: float = 2) -> int:
     """The smallest of least, least · growth, … that holds n, but no more than `most`."""
     size = least
     while size < n:
-        size *= growth
+        size = math.ceil(size * growth)
     return min(size, most)
 
 
-def buckets(least: int, most: int, growth: int = 2) -> list[int]:
+def buckets(least: int, most: int, growth: float = 2) -> list[int]:
     """All values of `bucket`, in order."""
     sizes = [min(least, most)]
     while sizes[-1] < most:
-        sizes.append(min(sizes[-1] * growth, most))
+        sizes.append(min(math.ceil(sizes[-1] * growth), most))
     return sizes
 
 
 _LEAST_TOKENS = 64  # of a row's pages: fewer cost no less
-_GROWTH = 4  # of pages that rows share: their keys are read once for all, so padding costs little
+_FULL_GROWTH = 1.5  # of pages that each row has where all slots are busy: padding costs most there
+_SHARED_GROWTH = 4  # of pages that rows share: they are read once for all, so padding costs little
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +52,16 @@ class Shapes:
         """Rows of a chunk for n sequences."""
         return bucket(n, min(self.least_rows, self.slots), self.slots)
 
-    def pages(self, n: int) -> int:
-        """Columns of a page table that holds n pages of a row's own."""
-        return bucket(n, self._least_pages, self.most_pages)
+    def pages(self, n: int, rows: int) -> int:
+        """Columns of a page table that holds n pages of each of so many rows' own."""
+        return bucket(n, self._least_pages, self.most_pages, self._growth(rows))
+
+    def _growth(self, rows: int) -> float:
+        return _FULL_GROWTH if rows == self.slots else 2
 
     def shared_pages(self, n: int) -> int:
         """Columns of a page table that holds n pages of a prompt's."""
-        return bucket(n, self._least_pages, self.most_pages, _GROWTH)
+        return bucket(n, self._least_pages, self.most_pages, _SHARED_GROWTH)
 
     @property
     def _least_pages(self) -> int:
@@ -68,9 +73,9 @@ class Shapes:
 
     def every(self) -> Iterator[tuple[int, int, int]]:
         """All that come up: rows, pages of a row's own, shared pages (0 for none)."""
-        own = buckets(self._least_pages, self.most_pages)
-        shared = buckets(self._least_pages, self.most_pages, _GROWTH)
+        shared = buckets(self._least_pages, self.most_pages, _SHARED_GROWTH)
         for rows in buckets(min(self.least_rows, self.slots), self.slots):
+            own = buckets(self._least_pages, self.most_pages, self._growth(rows))
             for low, pages in zip([0, *own], own, strict=False):
                 yield rows, pages, 0
                 if self.can_share(rows):

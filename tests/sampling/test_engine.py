@@ -353,6 +353,17 @@ def test_a_prompt_is_prefilled_once_and_its_full_pages_are_shared(dense):
     assert sum(seen) == 4 + 4 * 1  # the prompt's pages once, one page of its own for each sample
 
 
+def test_prefill_calls_are_few_and_at_most_half_padding(dense):
+    engine = make_engine(dense, slots=64, prefill_tokens=2048)
+    for prompts in range(1, 65):
+        sizes, left = [], prompts
+        while left > 0:
+            sizes.append(engine._prefill_rows(left, 32))
+            left -= sizes[-1]
+        assert set(sizes) <= {4, 16, 64} and len(sizes) <= 4
+        assert sum(sizes) < max(2 * prompts, 5)
+
+
 def test_end_tokens_limits_and_edges(dense):
     engine = make_engine(dense, max_length=16)
     every_id = tuple(range(8))  # the pad id 0 among them, for good measure

@@ -20,7 +20,9 @@ def sequences(*sizes, length=9):
     ]
 
 
-@pytest.mark.parametrize("least,most,growth", [(1, 16, 2), (3, 40, 4), (8, 8, 2), (4, 5, 2)])
+@pytest.mark.parametrize(
+    "least,most,growth", [(1, 16, 2), (3, 40, 4), (8, 8, 2), (4, 5, 2), (4, 64, 1.5)]
+)
 def test_every_bucket_is_listed_and_holds_what_it_should(least, most, growth):
     found = [bucket(n, least, most, growth) for n in range(1, most + 1)]
     assert sorted(set(found)) == buckets(least, most, growth)
@@ -62,9 +64,15 @@ def test_all_shards_have_as_many_rows():
 def test_every_shape_that_an_arrangement_takes_is_listed():
     every = set(SHAPES.every())
     for rows, own, shared in every:
-        assert SHAPES.rows(rows) == rows and SHAPES.pages(own) == own
+        assert SHAPES.rows(rows) == rows and SHAPES.pages(own, rows) == own
         assert not shared or (SHAPES.can_share(rows) and SHAPES.shared_pages(shared) == shared)
     for own in range(1, SHAPES.most_pages + 1):
         for prompt in range(SHAPES.most_pages - own + 1):
             pages = SHAPES.shared_pages(prompt) if prompt else 0
-            assert (16, SHAPES.pages(own), pages) in every
+            for rows in (8, 16):
+                assert (rows, SHAPES.pages(own, rows), pages) in every
+
+
+def test_page_tables_are_padded_least_where_all_slots_are_busy():
+    few, full = ({SHAPES.pages(n, rows) for n in range(1, 41)} for rows in (8, 16))
+    assert few == {16, 32, 40} and full == {16, 24, 36, 40}
