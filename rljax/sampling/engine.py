@@ -92,7 +92,7 @@ class Engine:
             pages, padded to the longest sequence. Else each step reads the pages themselves, in a
             loop over layers, and nothing is shared. None: on CPU only.
           transposed: Whether decode steps work on a second, transposed copy of the weights, which
-            `load` makes anew: on CPU faster by a fifth and more in float32, the fewer the
+            `load` makes anew: on CPU a tenth to a third faster in float32, the fewer the
             sequences the more. For one device that copies pages.
           with_routing: Whether responses carry the experts of every token.
           max_support: Requests with top-k, top-p or min-p draw from so many tokens at most, the

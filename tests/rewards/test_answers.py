@@ -221,7 +221,7 @@ def test_no_text_takes_long_or_raises(text):
     start = time.process_time()  # of this process alone, whatever else the machine does
     for verify in (boxed, numeric, exact_match):
         assert len(verify([text, r"\boxed{" + text + "}"], ["7", text])) == 2
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 1
 
 
 def test_values_are_exact_where_they_are_rational():

@@ -99,6 +99,7 @@ def test_logprobs_equal_the_trainers_on_a_mixture_with_routing_replayed(
 @pytest.mark.parametrize(
     "name,transposed",
     [
+        ("qwen2_moe_mixed", False),
         ("qwen2_moe_mixed", True),
         ("mixtral_window", False),
         ("olmoe", False),
