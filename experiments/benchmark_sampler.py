@@ -48,7 +48,7 @@ class Config:
         generations: Responses a prompt.
         new_tokens: Tokens of the longest response.
         repeats: Timed runs; the median and the fastest are reported.
-        transposed: Whether the engine, and its limit, decode with transposed copies of the weights.
+        native: Whether the engine, and its limit, decode with the kernels for CPUs.
         torch_python: A Python with torch and transformers; None: this one, if it has them.
         vllm_python: A Python with vLLM's CPU build; None: this one, if it has it.
     """
@@ -60,7 +60,7 @@ class Config:
     generations: int = 8
     new_tokens: int = 128
     repeats: int = 3
-    transposed: bool = True
+    native: bool = True
     torch_python: Path | None = None
     vllm_python: Path | None = None
 
@@ -111,7 +111,7 @@ def run_engine(config: Config, model: Any, params: Any) -> dict[str, Any]:
         slots=config.prompts * config.generations,
         max_length=config.prompt_length + config.new_tokens,
         least_rows=LEAST_ROWS,
-        transposed=config.transposed,
+        native=config.native,
     )
     engine.load(params, version=0)
     start = time.perf_counter()
@@ -161,8 +161,8 @@ def step_seconds(config: Config, model: Any, params: Any, rows: int, sampled: bo
         return jax.lax.fori_loop(0, count, step, token)
 
     weights = layers.views(params, model)
-    if config.transposed:
-        weights = layers.transpose(weights, model)
+    if config.native:
+        weights = layers.native(weights, model)
     keys = row_keys(jnp.arange(4 * rows, dtype=jnp.int32).reshape(rows, 4))
 
     def seconds(count: int) -> float:

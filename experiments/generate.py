@@ -67,8 +67,8 @@ class Config:
     """Tokens of a page of the KV cache."""
     num_pages: int = 0
     """Pages of the KV cache; 0: enough for all slots at full length."""
-    transposed: bool = False
-    """Decode with a second, transposed copy of the weights: faster on one CPU in float32."""
+    native: bool = False
+    """Decode with kernels that a C++ compiler builds at first use: faster on one CPU in float32."""
 
 
 def generate(config: Config) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def generate(config: Config) -> dict[str, Any]:
         slots=config.slots,
         page_size=config.page_size,
         num_pages=config.num_pages or None,
-        transposed=config.transposed,
+        native=config.native,
         max_length=max(len(p.tokens) for p in prompts) + config.max_tokens,
         stop_ids=len(tokenizer.end_ids),
         detokenize=tokenizer.decode,

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+from rljax_kernels import cpu
 
-Backend = Literal["ragged", "blocks"]
+Backend = Literal["ragged", "blocks", "native"]
 
 _LARGEST_FIRST, _BLOCK = 512, 128  # larger ones are no faster, and hold more padding
 
@@ -49,7 +50,8 @@ def grouped_matmul(
       x: Rows sorted by group.
       weights: One matrix a group.
       group_sizes: Rows of each group, int32; their sum may be below M.
-      backend: `ragged`, `blocks`, or None for `default_backend()`.
+      backend: `ragged`, `blocks`, `native` (C++ on CPUs, see `rljax_kernels.cpu`: float32, no
+        gradient), or None for `default_backend()`.
 
     Returns:
       The products, in x's dtype; rows past the last group are 0. An empty group's weights get a
@@ -71,7 +73,8 @@ def grouped_matmul(
     group_sizes = group_sizes.astype(jnp.int32)
     laid = layout(x.shape[0], weights.shape[0], backend=backend)
     if not laid.block:
-        return grouped((_multiply,), x, weights, group_sizes, laid)
+        native = cpu.Native(weights) if backend == "native" else weights
+        return grouped((_multiply,), x, native, group_sizes, laid)
     place = laid.places(_group(group_sizes, jnp.arange(x.shape[0])), group_sizes)
     spread = jnp.zeros((laid.rows, x.shape[1]), x.dtype).at[place].set(x, mode="drop")
     out = grouped((_multiply,), spread, weights, group_sizes, laid)
@@ -109,7 +112,7 @@ class Layout(NamedTuple):
       first: Rows of the first block of each group, which is there whether it is used or not. All
         of these go through one batched product, which costs less than a loop. 0: there are none.
       block: Rows of each block behind them, all of one group; only those used cost anything.
-        0: there are no blocks; rows lie one behind the other, as `ragged` has them.
+        0: there are no blocks; rows lie one behind the other, as `ragged` and `native` have them.
     """
 
     groups: int
@@ -155,10 +158,12 @@ def layout(
       ValueError: The backend is unknown.
     """
     backend = backend or default_backend()
-    if backend == "ragged":
+    if backend in ("ragged", "native"):
         return Layout(groups, rows, 0, 0)
     if backend != "blocks":
-        raise ValueError(f"grouped_matmul backend {backend!r} is unknown; use 'ragged' or 'blocks'")
+        raise ValueError(
+            f"grouped_matmul backend {backend!r} is unknown; use 'ragged', 'blocks' or 'native'"
+        )
     expected, largest = rows if expected is None else expected, min(largest or rows, rows)
     mean = expected / groups
     # Groups that chance makes larger than their mean mostly fit, too.
@@ -183,7 +188,7 @@ def grouped(
     Args:
       stages: Functions known by identity: the same ones in every call, or each call compiles.
       x: Rows laid out by `laid.places`; places that hold no row have any finite value.
-      params: Pytree of arrays [E, ...].
+      params: Pytree of arrays [E, ...]; of `Native` ones where the layout is `native`.
       group_sizes: Rows of each group, int32.
       laid: The layout.
 
@@ -200,8 +205,11 @@ def grouped(
         return _over_blocks(tuple(stages), x, params, group_sizes, laid)
     group = _group(group_sizes, jnp.arange(laid.rows))
 
-    def dot(x: Array, weights: Array, bias: Array | None = None) -> Array:
-        y = jax.lax.ragged_dot(x, weights, group_sizes)
+    def dot(x: Array, weights: Array | cpu.Native, bias: Array | None = None) -> Array:
+        if isinstance(weights, cpu.Native):
+            y = cpu.grouped_matmul(x, weights.array, group_sizes)
+        else:
+            y = jax.lax.ragged_dot(x, weights, group_sizes)
         return y if bias is None else y + bias.at[group].get(mode="fill", fill_value=0)
 
     for stage in stages:

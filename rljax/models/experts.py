@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 from rljax_kernels import grouped_matmul as gmm
+from rljax_kernels.cpu import Native
 
 from rljax.mesh import gather, varies, vary_alike, vary_over
 from rljax.models.config import Experts
-from rljax.models.transposed import Transposed
 
 Exchange = Literal["gather", "all_to_all"]
 
@@ -46,9 +46,6 @@ CLAMP = 7.0
 """Where gpt-oss clamps its experts' gates (from above) and what they gate (on both sides)."""
 GAIN = 1.702
 """The factor inside the sigmoid of gpt-oss's experts."""
-_TOGETHER = 256
-"""Up to so many rows, over all experts, it costs less to read the weights in one go than to spare
-the products of tokens with experts that they have not chosen."""
 _TINY = 1e-20  # added to the sum that sigmoids are divided by, as in DeepSeek-V3
 
 
@@ -127,8 +124,7 @@ def experts(
 
     Args:
       params: `gate`, `up` [E, D, F] and `down` [E, F, D]; with biases also `gate_bias`, `up_bias`
-        [E, F] and `down_bias` [E, D]. Where there are also `gate_all`, `up_all` and `down_all`,
-        `Transposed` by `transpose_experts`, few tokens go through all experts together.
+        [E, F] and `down_bias` [E, D]. The matrices may be `Native`.
       x: Hidden states, in the compute dtype.
       chosen: Experts of each token, none of them twice; those not below E add nothing.
       weights: Their weights, float32.
@@ -137,9 +133,8 @@ def experts(
     """
     n, k = chosen.shape
     e = params["gate"].shape[0]
-    if "gate_all" in params and n * e <= _TOGETHER:
-        return _through_all(params, x, chosen, weights, activation)
-    laid = gmm.layout(n * k, e, expected=-(-n * k // devices), largest=n)
+    backend: gmm.Backend | None = "native" if isinstance(params["gate"], Native) else None
+    laid = gmm.layout(n * k, e, expected=-(-n * k // devices), largest=n, backend=backend)
     params = jax.tree.map(lambda p: p.astype(x.dtype), params)
     run = functools.partial(gmm.grouped, _STAGES[activation], params=params, laid=laid)
     if laid.first == n:
@@ -156,29 +151,6 @@ def experts(
     spread = _gather_rows(x, source // k, place.reshape(n, k))
     out = run(spread, group_sizes=sizes)
     return _weighed(_pick_rows(out, place, source).reshape(n, k, -1), weights, x.dtype)
-
-
-def _through_all(
-    params: dict[str, Any], x: Array, chosen: Array, weights: Array, activation: str
-) -> Array:
-    """`experts` by products with all of them, of which the last adds up over experts too."""
-    e = params["gate"].shape[0]
-    mine = chosen.T[:, None] == jnp.arange(e)[:, None]  # [k, E, N]
-    share = jnp.where(mine, weights.T[:, None], 0).sum(0)
-    used = mine.any(0)[:, None]
-
-    def enter(x: Array, w: Transposed, bias: Array | None = None) -> Array:
-        y = w.astype(x.dtype).product(x).reshape(e, -1, x.shape[-1])
-        return y if bias is None else y + bias.astype(x.dtype)[:, :, None]
-
-    def leave(x: Array, w: Transposed, bias: Array | None = None) -> Array:
-        weighed = jnp.where(used, x * share[:, None], 0).astype(x.dtype)  # 0 · NaN would be NaN
-        y = w.astype(x.dtype).product(weighed.reshape(-1, x.shape[-1]))
-        return y if bias is None else y + (bias.astype(jnp.float32).T @ share).astype(x.dtype)
-
-    params = params | {name: params[f"{name}_all"] for name in ("gate", "up", "down")}
-    into, out_of = _STAGES[activation]
-    return out_of(leave, into(enter, x.T, params), params).T
 
 
 def _weighed(outputs: Float[Array, "N k D"], weights: Array, dtype: Any) -> Float[Array, "N D"]:

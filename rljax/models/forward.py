@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
+from rljax_kernels.cpu import Native
 
 from rljax.mesh import (
     BATCH_AXES,
@@ -44,7 +45,6 @@ from rljax.models.config import (
 from rljax.models.experts import RouterOutputs
 from rljax.models.parameters import Params, declare
 from rljax.models.pipeline import Layers, Outputs
-from rljax.models.transposed import Transposed
 
 
 class Attend(Protocol):
@@ -266,11 +266,7 @@ def _attention(
     if isinstance(c, LatentAttention):
         return _latent_attention(p, x, positions, c, attend, layer, cache)
 
-    if "qkv" in p:  # where decoding has put them together
-        ends = [c.num_heads, c.num_heads + c.num_kv_heads]
-        projected = jnp.split(matmul(x, p["qkv"]), ends, axis=2)
-    else:
-        projected = [matmul(x, p[name]) for name in ("q", "k", "v")]
+    projected = [matmul(x, p[name]) for name in ("q", "k", "v")]
     if c.bias:
         biases = (p[f"{name}_bias"].astype(x.dtype) for name in ("q", "k", "v"))
         projected = [y + bias for y, bias in zip(projected, biases, strict=True)]
@@ -341,7 +337,7 @@ def _qk_norm(x: Array, scale: Array, eps: float) -> Array:
     return rms_norm(flat, scale.reshape(-1), eps).reshape(x.shape)
 
 
-def matmul(x: Array, w: Array | Transposed, contracted: int = 1) -> Array:
+def matmul(x: Array, w: Array | Native, contracted: int = 1) -> Array:
     """Contracts the last dimensions of x with the first of w, in x's dtype.
 
     As a product of two plain matrices: for more dimensions XLA turns the operands of the weights'
@@ -351,16 +347,12 @@ def matmul(x: Array, w: Array | Transposed, contracted: int = 1) -> Array:
     inner, lead = math.prod(w.shape[:contracted]), x.shape[: x.ndim - contracted]
     flat = x.reshape(*(lead if split("context") else (-1,)), inner)
     w, outer = w.astype(x.dtype), w.shape[contracted:]
-    y = w.product(flat.T).T if isinstance(w, Transposed) else flat @ w.reshape(inner, -1)
+    y = w.product(flat) if isinstance(w, Native) else flat @ w.reshape(inner, -1)
     return y.reshape(*lead, *outer)
 
 
 def _dense(p: Params, x: Array) -> Array:
-    if "gate_up" in p:  # as for attention
-        gate, up = jnp.split(matmul(x, p["gate_up"]), 2, axis=-1)
-    else:
-        gate, up = matmul(x, p["gate"]), matmul(x, p["up"])
-    hidden = jax.nn.silu(gate) * up
+    hidden = jax.nn.silu(matmul(x, p["gate"])) * matmul(x, p["up"])
     return matmul(constrain(hidden, BATCH_AXES, "context", "tensor"), p["down"])
 
 
@@ -663,17 +655,19 @@ def _embed_part(table: Array, tokens: Array, *, dtype: str) -> Array:
 def output_logits(params: Params, config: ModelConfig, hidden: Array) -> Array:
     """Logits in float32 [..., V] from final hidden states [..., D]."""
     flat = hidden.reshape(-1, hidden.shape[-1])  # for the reason given in `matmul`
-    options: dict[str, Any] = dict(
-        precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
-    w = params.get("output")
-    if isinstance(w, Transposed):
-        flat = w.astype(hidden.dtype).product(flat.T, **options).T
+    if isinstance(params.get("output"), Native):
+        flat = params["output"].astype(hidden.dtype).product(flat)
     else:
         # The tied embedding is contracted as it lies: turning it would copy it at every step.
         name, axis = ("embed", 1) if config.tie_embeddings else ("output", 0)
         w = params[name].astype(hidden.dtype)
-        flat = jax.lax.dot_general(flat, w, (((1,), (axis,)), ((), ())), **options)
+        flat = jax.lax.dot_general(
+            flat,
+            w,
+            (((1,), (axis,)), ((), ())),
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
     return flat.reshape(*hidden.shape[:-1], -1)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
+from rljax_kernels import cpu
 
 from rljax.mesh import BATCH_AXES
 from rljax.models.config import LatentAttention, ModelConfig
@@ -199,6 +200,46 @@ def paged_attention(
         part = (_from_bits(kept["k"]), _values(kept, v.shape[-1]))
         out = attend_kept(q, [(*part, _allowed(place, positions, window))], scale, sinks)
         return out, pool
+
+    return attend
+
+
+def native_attention(
+    table: Int[Array, "R P"], positions: Int[Array, " R"], live: Bool[Array, " R"]
+) -> Attend:
+    """`paged_attention` of one new token a row by `rljax_kernels.cpu`: float32, pages in place.
+
+    Args:
+      table: The pages of each row, in order.
+      positions: Positions of the new tokens.
+      live: Which of them exist.
+    """
+
+    def attend(
+        q: Array,
+        k: Array,
+        v: Array,
+        layer: Array | int,
+        pool: Any,
+        *,
+        scale: float,
+        window: int | None = None,
+        sinks: Array | None = None,
+    ) -> tuple[Array, Any]:
+        new = (q[:, 0], k[:, 0], v[:, 0])
+        out, keys, values = cpu.decode_attention(
+            *new,
+            pool["k"],
+            pool["v"],
+            table,
+            positions,
+            live,
+            layer=int(layer),
+            scale=scale,
+            window=window,
+            sinks=sinks,
+        )
+        return out[:, None], {"k": keys, "v": values}
 
     return attend
 

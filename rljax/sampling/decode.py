@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,17 @@ from rljax.sampling.cache import (
     Kept,
     Pool,
     gather_rows,
+    native_attention,
     paged_attention,
     row_attention,
     scatter_rows,
 )
 from rljax.sampling.draw import draw, keep_mask, keys_at, likeliest, row_keys
+
+Attention = Literal["copy", "place", "native"]
+"""`copy`: a chunk copies the rows' pages out of the pool once, works on the copy layer by layer,
+and writes the new tokens back at its end. `place`: each step reads and writes the pages themselves.
+`native`: so do the kernels of `rljax_kernels.cpu`, at the cost of the tokens that there are."""
 
 
 @struct.dataclass
@@ -123,7 +129,7 @@ def decode_chunk(
     chunk: int,
     filtered: bool,
     with_routing: bool,
-    gathered: bool,
+    attention: Attention,
     max_support: int = 0,
     top_logprobs: int = 0,
 ) -> tuple[Pool, Drawn]:
@@ -133,12 +139,11 @@ def decode_chunk(
       params: The weights.
       pool: The KV pool; donated.
       slots: The rows, and their pages for all tokens that the chunk may write.
-      config: The model; with its layers apart where `gathered`.
+      config: The model; with its layers apart unless pages are read in `place`.
       chunk: Most steps C.
       filtered: Whether any row cuts its distribution (spares the sort where none does).
       with_routing: Whether to return the experts of each fed token.
-      gathered: Whether to copy the rows' pages out of the pool once, work on the copy, and write
-        the new tokens back at the end; else each step reads and writes the pages themselves.
+      attention: How steps reach the pages.
       max_support: Most tokens that a row which cuts its distribution keeps, and returns; 0: any
         number, and none are returned.
       top_logprobs: How many of the likeliest tokens to return with each.
@@ -154,15 +159,17 @@ def decode_chunk(
     scale = jnp.where(slots.temperature > 0, slots.temperature, 1.0)[:, None]
     start = slots.position - slots.base  # places in a row's own pages
     cache: Any = pool
-    if gathered:
+    if attention == "copy":
         cache = gather_rows(pool, slots.table, start)
         blocks, most = slots.shared.shape
         filled = jnp.max(slots.base.reshape(blocks, -1), axis=1)
         shared: Kept = gather_rows(pool, slots.shared, filled) if most else {}
 
-    def attention(position: Array, active: Array) -> Attend:
-        if gathered:
+    def attend(position: Array, active: Array) -> Attend:
+        if attention == "copy":
             return row_attention(position[:, None], active[:, None], slots.base, shared)
+        if attention == "native":
+            return native_attention(slots.table, position, active)
         return paged_attention(slots.table, position[:, None], active[:, None])
 
     def step(carry: tuple) -> tuple:
@@ -172,7 +179,7 @@ def decode_chunk(
             config,
             token[:, None],
             position[:, None],
-            attention(position, active),
+            attend(position, active),
             cache=cache,
             counted=active[:, None],
         )
@@ -230,7 +237,7 @@ def decode_chunk(
 
     carry = jax.lax.while_loop(goes_on, step, carry)
     _, cache, *_, drawn = carry
-    if gathered:
+    if attention == "copy":
         steps = jnp.arange(chunk)
         written = steps < drawn.count[:, None]
         cache = scatter_rows(pool, cache, slots.table, start[:, None] + steps, written)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from rljax_kernels.cpu import Native
 
-from rljax.models.config import Block, Dense, LatentAttention, ModelConfig, Stack
+from rljax.models.config import ModelConfig, Stack
 from rljax.models.parameters import Params
-from rljax.models.transposed import Transposed, transpose_experts, transpose_matrix
 
 
 def apart(config: ModelConfig) -> ModelConfig:
@@ -49,47 +47,22 @@ def _row(x: Any, i: int) -> jax.Array:
     return jax.make_array_from_single_device_arrays((1, *x.shape[1:]), x.sharding, pieces)
 
 
-_FEW = 4  # experts, for each that a token uses: so many cost less together than by themselves
+_PRODUCTS = ("q", "k", "v", "o", "q_down", "q_up", "kv_down", "gate", "up", "down")
 
 
-def transpose(params: Params, config: ModelConfig) -> Params:
-    """The result of `views`, with transposed copies of its matrices.
+def native(params: Params, config: ModelConfig) -> Params:
+    """The result of `views`, its matrices' products to be made by `rljax_kernels.cpu`.
 
-    Matrices that the same rows go into become one: `qkv`, `gate_up`. A tied embedding is not
-    copied: in the product that gives logits it is on the left as it lies. Experts are there twice,
-    for few rows and for more; only as they are in mixtures whose tokens use few of them.
+    They are the memory of `params` itself.
     """
-    blocks = iter(config.layers)
-    stacks = [[_transpose(p, next(blocks)) for p in stack] for stack in params["stacks"]]
-    embed = params["embed"]
+
+    def mark(part: Params) -> Params:
+        return {
+            name: mark(x) if isinstance(x, dict) else Native(x) if name in _PRODUCTS else x
+            for name, x in part.items()
+        }
+
+    stacks = [[mark(block) for block in stack] for stack in params["stacks"]]
     tied = config.tie_embeddings
-    output = Transposed(embed, embed.shape) if tied else transpose_matrix(params["output"])
+    output = Native(params["embed"], transposed=True) if tied else Native(params["output"])
     return {**params, "stacks": stacks, "output": output}
-
-
-_stacked = functools.partial(transpose_matrix, layers=True)
-
-
-def _transpose(layer: Params, block: Block) -> Params:
-    attention, rest = dict(layer["attention"]), dict(layer["feed_forward"])
-    if isinstance(block.attention, LatentAttention):
-        for name in {"q", "q_down", "q_up", "kv_down"} & attention.keys():
-            attention[name] = _stacked(attention[name])
-    else:
-        together = jnp.concatenate([attention.pop(name) for name in ("q", "k", "v")], axis=2)
-        attention["qkv"] = _stacked(together)
-    attention["o"] = _stacked(attention["o"], 2)
-    if isinstance(block.feed_forward, Dense):
-        rest = _transpose_dense(rest)
-    else:
-        if "shared" in rest:
-            rest["shared"] = _transpose_dense(rest["shared"])
-        if block.feed_forward.num_experts <= _FEW * block.feed_forward.top_k:
-            for name in ("gate", "up", "down"):
-                rest[f"{name}_all"] = transpose_experts(rest[name], into=name != "down")
-    return {**layer, "attention": attention, "feed_forward": rest}
-
-
-def _transpose_dense(p: Params) -> Params:
-    both = jnp.concatenate([p["gate"], p["up"]], axis=2)
-    return {"gate_up": _stacked(both), "down": _stacked(p["down"])}

@@ -26,6 +26,7 @@ def buckets(least: int, most: int, growth: float = 2) -> list[int]:
 
 
 _LEAST_TOKENS = 64  # of a row's pages: fewer cost no less
+_EXACT_GROWTH = 1.5  # of rows, where they are all that shapes differ in
 _FULL_GROWTH = 1.5  # of pages that each row has where all slots are busy: padding costs most there
 _SHARED_GROWTH = 4  # of pages that rows share: they are read once for all, so padding costs little
 
@@ -40,6 +41,8 @@ class Shapes:
       share: Rows of a block that read a prompt's pages together; 1: none do.
       page_size: Tokens of a page.
       most_pages: Pages of the longest sequence.
+      exact: Whether a step costs what its tokens cost, however wide the page tables are: all are
+        then as wide as the longest needs, and rows come in finer steps.
     """
 
     slots: int
@@ -47,13 +50,25 @@ class Shapes:
     share: int
     page_size: int
     most_pages: int
+    exact: bool = False
 
     def rows(self, n: int) -> int:
         """Rows of a chunk for n sequences."""
-        return bucket(n, min(self.least_rows, self.slots), self.slots)
+        return next(size for size in self._row_buckets if size >= n)
+
+    def fewer(self, rows: int) -> int:
+        """The next fewer rows that a chunk can have; 0 if there are none."""
+        return max((size for size in self._row_buckets if size < rows), default=0)
+
+    @property
+    def _row_buckets(self) -> list[int]:
+        least = min(self.least_rows, self.slots)
+        return buckets(least, self.slots, _EXACT_GROWTH if self.exact else 2)
 
     def pages(self, n: int, rows: int) -> int:
         """Columns of a page table that holds n pages of each of so many rows' own."""
+        if self.exact:
+            return self.most_pages
         return bucket(n, self._least_pages, self.most_pages, self._growth(rows))
 
     def _growth(self, rows: int) -> float:
@@ -74,8 +89,9 @@ class Shapes:
     def every(self) -> Iterator[tuple[int, int, int]]:
         """All that come up: rows, pages of a row's own, shared pages (0 for none)."""
         shared = buckets(self._least_pages, self.most_pages, _SHARED_GROWTH)
-        for rows in buckets(min(self.least_rows, self.slots), self.slots):
-            own = buckets(self._least_pages, self.most_pages, self._growth(rows))
+        for rows in self._row_buckets:
+            least = self.most_pages if self.exact else self._least_pages
+            own = buckets(least, self.most_pages, self._growth(rows))
             for low, pages in zip([0, *own], own, strict=False):
                 yield rows, pages, 0
                 if self.can_share(rows):

@@ -50,15 +50,15 @@ def test_every_prompt_is_answered_in_lines_of_json(model, tmp_path, monkeypatch,
         "--max_tokens=9", "--top_p=0.9", "--seed=3", "--slots=8", "--temperature=0.8",
     ]  # fmt: skip
     lines = []
-    for name, more in (("a", []), ("b", []), ("c", ["--transposed=True"])):
+    for name, more in (("a", []), ("b", []), ("c", ["--native=True"])):
         assert run(monkeypatch, *flags, *more, f"--out={tmp_path}/{name}.jsonl") == 0
         text = (tmp_path / f"{name}.jsonl").read_text(encoding="utf-8")
         lines.append([json.loads(line) for line in text.splitlines()])
     assert lines[0] == lines[1]
     key = operator.itemgetter("prompt_index", "sample_index")
-    for plain, transposed in zip(*(sorted(part, key=key) for part in lines[1:]), strict=True):
-        assert transposed["tokens"] == plain["tokens"]
-        np.testing.assert_allclose(transposed["logp"], plain["logp"], atol=1e-4)
+    for plain, native in zip(*(sorted(part, key=key) for part in lines[1:]), strict=True):
+        assert native["tokens"] == plain["tokens"]
+        np.testing.assert_allclose(native["logp"], plain["logp"], atol=1e-4)
     summary = json.loads(capsys.readouterr().out.splitlines()[0])
     assert summary["responses"] == 6 and summary["out"] == f"{tmp_path}/a.jsonl"
     assert summary["tokens"] == sum(len(line["tokens"]) for line in lines[0])

@@ -98,12 +98,12 @@ def test_a_reward_function_that_raises_costs_samples_not_the_run(base, tmp_path)
 def test_a_kept_support_is_trained_under(base, tmp_path):
     """Sets that top-p and top-k cut, replayed in rows that share their prompts.
 
-    Drawn with transposed weights, which are made anew after each update.
+    Drawn with the CPU's kernels, which read the weights of each update.
     """
     process = command(
         tmp_path / "run", f"--data={base}/data.jsonl", "--sft_target=0", "--steps=2",
         "--top_p=0.9", "--top_k=8", "--max_support=6", "--temperature=0.8",
-        "--transposed_rollouts=True",
+        "--native_rollouts=True",
     )  # fmt: skip
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
