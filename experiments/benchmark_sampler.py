@@ -177,16 +177,17 @@ def step_seconds(config: Config, model: Any, params: Any, rows: int, sampled: bo
 
 def run_ideal(config: Config, model: Any, params: Any) -> dict[str, Any]:
     """The rates that the matmuls and the sampling of ever fewer rows allow, and their seconds."""
-    from rljax.sampling.rows import bucket, buckets
+    from rljax.sampling.rows import Shapes
 
     count = config.prompts * config.generations
-    sizes = buckets(min(LEAST_ROWS, count), count)
+    shapes = Shapes(count, LEAST_ROWS, share=1, page_size=1, most_pages=1, exact=config.native)
+    sizes = [rows for rows, *_ in shapes.every()]
     both = {n: step_seconds(config, model, params, n) for n in sizes}
     alone = {n: step_seconds(config, model, params, n, sampled=False) for n in sizes}
     found: dict[str, Any] = {"step_ms": {n: 1e3 * t for n, t in both.items()}}
     for workload in config.workloads:
         lengths = lengths_of(config, workload)
-        rows = [bucket(int((lengths > t).sum()), sizes[0], count) for t in range(max(lengths))]
+        rows = [shapes.rows(int((lengths > t).sum())) for t in range(max(lengths))]
         total = sum(both[n] for n in rows)
         found[workload] = {
             "best": int(lengths.sum()) / total,

@@ -90,6 +90,16 @@ class Drawn:
     steps: Int[Array, " 1"]
 
 
+@struct.dataclass
+class Rest:
+    """What the next chunk of the same rows begins with: fields of `Slots`."""
+
+    token: Int[Array, " R"]
+    position: Int[Array, " R"]
+    active: Bool[Array, " R"]
+    remaining: Int[Array, " R"]
+
+
 def prefill(
     params: Params,
     pool: Pool,
@@ -132,7 +142,7 @@ def decode_chunk(
     attention: Attention,
     max_support: int = 0,
     top_logprobs: int = 0,
-) -> tuple[Pool, Drawn]:
+) -> tuple[Pool, Drawn, Rest]:
     """Up to `chunk` decode steps in one loop that ends when few enough rows are active.
 
     Args:
@@ -149,7 +159,7 @@ def decode_chunk(
       top_logprobs: How many of the likeliest tokens to return with each.
 
     Returns:
-      The pool and what was drawn.
+      The pool, what was drawn, and what is left to do.
     """
     keys = row_keys(slots.ids)
     rows = slots.token.shape[0]
@@ -236,9 +246,10 @@ def decode_chunk(
         return (i < chunk) & true_anywhere(jnp.sum(active) > slots.enough[0], spread)
 
     carry = jax.lax.while_loop(goes_on, step, carry)
-    _, cache, *_, drawn = carry
+    _, cache, token, position, active, drawn = carry
     if attention == "copy":
         steps = jnp.arange(chunk)
         written = steps < drawn.count[:, None]
         cache = scatter_rows(pool, cache, slots.table, start[:, None] + steps, written)
-    return cache, drawn
+    rest = Rest(token, position, active, slots.remaining - drawn.count)
+    return cache, drawn, rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import heapq
 import logging
@@ -10,9 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from rljax_kernels import cpu
 
@@ -26,6 +26,23 @@ from rljax.sampling.scheduler import Sequence as Sample
 from rljax.sampling.types import Response, SamplingParams
 
 _log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """A chunk of decode steps that was sent to the device.
+
+    Attributes:
+      rows: Its rows.
+      enough: For each shard, with how few active rows it ends.
+      drawn: What it drew, still on the device.
+      rest: What its rows begin their next chunk with.
+    """
+
+    rows: Rows
+    enough: list[int]
+    drawn: decode.Drawn
+    rest: decode.Rest
 
 
 class Engine:
@@ -296,7 +313,7 @@ class Engine:
             # What comes back must lie as it did, or it cannot take the place of what was handed in.
             layout = cache.pool_sharding(self.config, self.mesh)
             out = jax.tree.map(
-                lambda spec: layout if spec == _POOL else None,
+                lambda spec: layout if spec == _POOL else self._rows_layout,
                 out_specs,
                 is_leaf=lambda spec: isinstance(spec, P),
             )
@@ -351,7 +368,7 @@ class Engine:
                     max_support=self.max_support,
                     top_logprobs=self.top_logprobs,
                 ),
-                (_POOL, _ROWS),
+                (_POOL, _ROWS, _ROWS),
                 self._held(self._decode_config),
                 _POOL,
                 _ROWS,
@@ -365,15 +382,14 @@ class Engine:
         Nothing is allocated, so that the mesh may be of described devices: for planning.
         """
 
-        def laid_out(tree: Any, layout: NamedSharding | None) -> Any:
+        def laid_out(tree: Any, layout: Sharding | None) -> Any:
             return jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), tree
             )
 
         pools = rows = None
         if self.mesh is not None:
-            pools = cache.pool_sharding(self.config, self.mesh)
-            rows = NamedSharding(self.mesh, _ROWS)
+            pools, rows = cache.pool_sharding(self.config, self.mesh), self._rows_layout
         pages = self._num_pages * self._shards
         pool = jax.eval_shape(lambda: cache.make_pool(self.config, pages, self.page_size))
         nobody = Rows([[None] * self._slots for _ in range(self._shards)], shared=False)
@@ -387,18 +403,22 @@ class Engine:
         )
 
     def _put(self, x: np.ndarray) -> jax.Array:
-        """A host array [shards · n, ...] on its shards."""
+        """A host array [shards · n, ...] on its shards, laid out as the programs' results are."""
+        return processes.put(x, self._rows_layout)
+
+    @property
+    def _rows_layout(self) -> Sharding:
         if self.mesh is None:
-            return jnp.asarray(x)
-        return processes.put(x, NamedSharding(self.mesh, _ROWS))
+            # Where the weights are: an array bound to no device would compile programs of its own.
+            return jax.tree.leaves(self._params)[0].sharding
+        return NamedSharding(self.mesh, _ROWS)
 
     def _ready_pool(self) -> cache.Pool:
         if self._pool is None:
             make = functools.partial(
                 cache.make_pool, self.config, self._num_pages * self._shards, self.page_size
             )
-            # Where the weights are: an array bound to no device would compile programs of its own.
-            out = jax.tree.leaves(self._params)[0].sharding
+            out = self._rows_layout
             if self.mesh is not None:
                 out = cache.pool_sharding(self.config, self.mesh)
             self._pool = jax.jit(make, out_shardings=out)()
@@ -552,12 +572,19 @@ class Engine:
                 shard = self._plan[i % self._shards]
                 for member in group.members:
                     heapq.heappush(shard.waiting, member)
+            chunk: _Chunk | None = None
             while any(s.active or s.waiting for s in self._plan):
-                for shard in self._plan:
-                    shard.grow(self.chunk)
-                self._admit()
-                rows = arrange([shard.active for shard in self._plan], self._shapes)
-                for group in self._collect(rows, self._step(rows)):
+                if chunk is None:
+                    for shard in self._plan:
+                        shard.grow(self.chunk)
+                    self._admit()
+                    rows = arrange([shard.active for shard in self._plan], self._shapes)
+                    chunk = self._send(rows)
+                # The device goes on with the same rows while the host looks at what they drew.
+                following = self._send(chunk.rows, after=chunk) if self._goes_on(chunk) else None
+                done = self._collect(chunk.rows, self._fetch(chunk))
+                chunk = following
+                for group in done:
                     if not group.over:
                         group.over = True
                         yield self._responses(group)
@@ -665,7 +692,7 @@ class Engine:
         for rows, pages, shared in self._shapes.every():
             nobody = Rows([[None] * rows for _ in range(n)], shared > 0)
             for kind in {False, filtered}:
-                self._step(nobody, pages, shared, kind)
+                self._fetch(self._send(nobody, pages, shared, kind))
                 ran += 1
         for width in buckets(_WIDTH, self._widest):
             most = self._most_rows(width)
@@ -686,10 +713,44 @@ class Engine:
         )
         return ran + 1
 
-    def _step(
-        self, rows: Rows, pages: int = 0, shared_pages: int = 0, filtered: bool = False
-    ) -> decode.Drawn:
-        """One chunk of decode steps; with at least so many columns in its page tables."""
+    def _goes_on(self, chunk: _Chunk) -> bool:
+        """Whether the next chunk may begin before the host has seen what this one drew.
+
+        Not where pages are copied for each chunk; where sequences wait for room, stop strings are
+        to be found or the device has not heard of a cancelled group; or where fewer rows would do,
+        nothing is left to draw or pages run out.
+        """
+        if self._attention == "copy" or any(shard.waiting for shard in self._plan):
+            return False
+        if any(q.sampling.stop or (q.group.over and not q.finish_reason) for *_, q in chunk.rows):
+            return False
+        left = [q.limit - len(q.tokens) for shard in self._plan for q in shard.active]
+        return (
+            max(left) > self.chunk
+            and all(
+                len(shard.active) > enough
+                for shard, enough in zip(self._plan, chunk.enough, strict=True)
+            )
+            and all([shard.reserve(2 * self.chunk) for shard in self._plan])
+        )
+
+    def _send(
+        self,
+        rows: Rows,
+        pages: int = 0,
+        shared_pages: int = 0,
+        filtered: bool = False,
+        after: _Chunk | None = None,
+    ) -> _Chunk:
+        """Sends a chunk of decode steps to the device, and waits for nothing.
+
+        Args:
+          rows: Its rows.
+          pages: Its page tables have at least so many columns.
+          shared_pages: Those that rows share have at least so many.
+          filtered: Whether to cut distributions even where no row asks for it.
+          after: A chunk of the same rows that it follows, whose results the host has not seen.
+        """
         full = {id(q): self._shared_pages(q) if rows.shared else 0 for _, _, q in rows}
         for _, _, q in rows:
             pages = max(pages, len(q.pages) - full[id(q)])
@@ -710,8 +771,16 @@ class Engine:
                 slots.base[at] = shared * self.page_size
                 slots.shared[s, row // self._shapes.share, :shared] = q.pages[:shared]
         flat = jax.tree.map(lambda x: self._put(x.reshape(n * x.shape[1], *x.shape[2:])), slots)
-        self._pool, drawn = self._decode[filtered](self._decode_params, self._ready_pool(), flat)
-        drawn = processes.fetch(drawn)
+        if after is not None:
+            flat = flat.replace(**vars(after.rest))
+        self._pool, drawn, rest = self._decode[filtered](
+            self._decode_params, self._ready_pool(), flat
+        )
+        return _Chunk(rows, slots.enough[:, 0].tolist(), drawn, rest)
+
+    def _fetch(self, chunk: _Chunk) -> decode.Drawn:
+        """What a chunk drew, once it has."""
+        drawn = processes.fetch(chunk.drawn)
         self.steps += int(drawn.steps.sum())
         return drawn
 
@@ -760,6 +829,8 @@ class Engine:
         """Hands each sequence its tokens; returns the groups that are finished by it."""
         done = []
         for s, row, q in rows:
+            if q.slot is None:  # finished or cancelled since the chunk was sent
+                continue
             at = s * len(rows.of_shard[s]) + row
             n = int(drawn.count[at])
             q.tokens += drawn.tokens[at, :n].tolist()

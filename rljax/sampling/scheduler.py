@@ -195,9 +195,7 @@ class Shard:
         """
         for sequence in sorted(self.active):
             while sequence.slot is not None:
-                ahead = min(chunk, sequence.limit - len(sequence.tokens))
-                missing = self._pages_for(sequence.fed + ahead) - len(sequence.pages)
-                taken = self.pages.take(max(missing, 0))
+                taken = self.pages.take(self._missing(sequence, chunk))
                 if taken is not None:
                     sequence.pages += taken
                     break
@@ -206,6 +204,20 @@ class Shard:
                     self._leave(youngest)
                     heapq.heappush(self.waiting, youngest)
                     self.put_back += 1
+
+    def reserve(self, tokens: int) -> bool:
+        """Gives all active sequences pages for so many more tokens, if that puts nobody back."""
+        missing = [(sequence, self._missing(sequence, tokens)) for sequence in self.active]
+        if sum(n for _, n in missing) > self.pages.num_free:
+            return False
+        for sequence, n in missing:
+            sequence.pages += self.pages.take(n) or []
+        return True
+
+    def _missing(self, sequence: Sequence, tokens: int) -> int:
+        """Pages that a sequence lacks for so many more tokens, or for those it may still draw."""
+        ahead = min(tokens, sequence.limit - len(sequence.tokens))
+        return max(self._pages_for(sequence.fed + ahead) - len(sequence.pages), 0)
 
     def _reclaim(self) -> bool:
         """Frees prompt pages held for groups of which nobody decodes."""

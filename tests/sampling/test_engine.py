@@ -274,14 +274,44 @@ def test_how_steps_are_arranged_does_not_matter(mixture, prompts, options):
     plain = run(make_engine(mixture, with_routing=True, share=1, least_rows=8), prompts, 4)
     engine = make_engine(mixture, with_routing=True, **options)
     shared = []
-    step = engine._step
-    engine._step = lambda rows, *a: shared.append(rows.shared) or step(rows, *a)
+    send = engine._send
+    engine._send = lambda rows, **a: shared.append(rows.shared) or send(rows, **a)
     other = run(engine, prompts, 4)
     assert any(shared) == ("share" in options)
     for key, response in plain.items():
         np.testing.assert_array_equal(response.tokens, other[key].tokens)
         np.testing.assert_allclose(response.logp, other[key].logp, atol=1e-5)
         np.testing.assert_array_equal(response.routing, other[key].routing)
+
+
+@pytest.mark.parametrize("options", [{"native": True}, {"gathered": False}])
+def test_a_chunk_begins_before_the_host_has_seen_what_the_last_one_drew(dense, prompts, options):
+    """And changes nothing: ends, limits, chunks that end early, pages that run out."""
+    limits = [SamplingParams(max_tokens=5 + i % 19, stop_token_ids=(1, 0)) for i in range(18)]
+    found = {}
+    for ahead in (True, False):
+        engine = make_engine(dense, slots=18, num_pages=60, chunk=3, **options)
+        waiting, most, send, fetch = [], 0, engine._send, engine._fetch
+
+        def sent(*args, _send=send, _waiting=waiting, **kwargs):
+            _waiting.append(_send(*args, **kwargs))
+            return _waiting[-1]
+
+        def fetched(chunk, _fetch=fetch, _waiting=waiting):
+            nonlocal most
+            most = max(most, len(_waiting))
+            assert _waiting.pop(0) is chunk
+            return _fetch(chunk)
+
+        engine._send, engine._fetch = sent, fetched
+        if not ahead:
+            engine._goes_on = lambda chunk: False
+        found[ahead] = run(engine, prompts, 3, limits)
+        assert most == (2 if ahead else 1)
+        assert engine.free_pages == 60
+    for key, response in found[False].items():
+        np.testing.assert_array_equal(response.tokens, found[True][key].tokens)
+        np.testing.assert_array_equal(response.logp, found[True][key].logp)
 
 
 def test_a_pool_in_bfloat16(dense, prompts):
@@ -443,9 +473,12 @@ def test_responses_carry_the_version_and_versions_only_rise(dense):
         engine.load(dense[1], version=2)
 
 
-def test_nothing_is_compiled_after_warm_up_nor_lost_over_any_mix(dense):
+@pytest.mark.parametrize("options", [{}, {"native": True}, {"gathered": False}])
+def test_nothing_is_compiled_after_warm_up_nor_lost_over_any_mix(dense, options):
     """Lengths, limits, kept sets, greedy, shared stems, put-back and cancellation."""
-    engine = make_engine(dense, prefill_tokens=128, num_pages=14, max_support=5, top_logprobs=2)
+    engine = make_engine(
+        dense, prefill_tokens=128, num_pages=14, max_support=5, top_logprobs=2, **options
+    )
     engine.warm_up(filtered=True)
     before = compilations.count()
     rng = np.random.default_rng(1)

@@ -1,5 +1,7 @@
 """Rows of a chunk: few, and in blocks that share a prompt where that is free."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -71,6 +73,14 @@ def test_every_shape_that_an_arrangement_takes_is_listed():
             pages = SHAPES.shared_pages(prompt) if prompt else 0
             for rows in (8, 16):
                 assert (rows, SHAPES.pages(own, rows), pages) in every
+
+
+def test_where_steps_cost_what_tokens_cost_shapes_differ_in_rows_alone():
+    shapes = dataclasses.replace(SHAPES, slots=64, share=1, exact=True)
+    assert list(shapes.every()) == [(rows, 40, 0) for rows in (2, 3, 5, 8, 12, 18, 27, 41, 62, 64)]
+    assert [shapes.pages(n, 8) for n in (1, 17, 40)] == [40, 40, 40]
+    assert [shapes.fewer(n) for n in (2, 3, 64)] == [0, 2, 62]
+    assert [SHAPES.fewer(n) for n in (2, 4, 16)] == [0, 2, 8]
 
 
 def test_page_tables_are_padded_least_where_all_slots_are_busy():
