@@ -45,6 +45,7 @@ class Config:
         threads: What torch tries.
         matmul_size: Side of the square matrices that tell the machine's peak.
         torch_python: A Python that has torch and transformers; None: this one, if it has torch.
+        native: Whether rljax uses the kernels of `rljax_kernels.cpu`, where it has them.
         seed: Of the weights and tokens.
     """
 
@@ -56,6 +57,7 @@ class Config:
     threads: tuple[int, ...] = (1, 2)
     matmul_size: int = 2048
     torch_python: Path | None = None
+    native: bool = True
     seed: int = 0
 
 
@@ -91,8 +93,13 @@ def run_jax(config: Config, folder: Path) -> dict[str, Any]:
         model = models.PRESETS[name]()
         params = models.init(jax.random.key(config.seed), model)
         models.save_pretrained(folder / name, model, params)
-        held = {"stacked": (model, params)}
-        held["apart"] = layers.apart(model), layers.views(params, model)
+        backend = "native" if config.native else None
+        held = {"stacked": (dataclasses.replace(model, expert_backend=backend), params)}
+        views = layers.views(params, model)
+        held["apart"] = (
+            layers.apart(model, config.native),
+            layers.native(views, model) if config.native else views,
+        )
         for shape in config.shapes:
             model, params = held["apart" if shape.endswith("x1") else "stacked"]
             parts = [jnp.asarray(part) for part in batches(config, shape, model.vocab_size)]

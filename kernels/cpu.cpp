@@ -1,4 +1,4 @@
-// Products of few rows, and attention of one token a row over paged keys and values, for CPUs.
+// Products of rows sorted by group, and attention of one token a row over paged keys and values.
 // Called through XLA's foreign function interface by cpu.py, which says what each computes.
 //
 // A row's bits do not depend on other rows: each of its numbers is one chain of multiplications and
@@ -58,11 +58,20 @@ void in_parallel(ffi::ThreadPool& pool, int64_t count, const Work& work) {
 
 // Matrix products.
 
-// c [M, V lanes] (+)= a [M, depth] @ b [depth, V lanes]. On the way b is copied to `packed`, and
-// what lies from `next` on in the same rows is fetched; null: neither.
+// A matrix whose entry [i, j] is at data[i * row + j * column].
+struct Matrix {
+  const float* data;
+  int64_t row, column;
+
+  const float* at(int64_t i, int64_t j) const { return data + i * row + j * column; }
+  Matrix from(int64_t i, int64_t j) const { return {at(i, j), row, column}; }
+};
+
+// c [M, V lanes] (+)= a [M, depth] @ b [depth, V lanes], rows of b b_stride apart. On the way b is
+// copied to `packed`, and what lies from `next` on in the same rows is fetched; null: neither.
 template <int M, int V>
-void tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c,
-          int64_t c_stride, int64_t depth, bool add, float* packed, const float* next) {
+void tile(Matrix a, const float* b, int64_t b_stride, float* c, int64_t c_stride, int64_t depth,
+          bool add, float* packed, const float* next) {
   Lanes sum[M][V];
   for (int m = 0; m < M; ++m) {
     for (int v = 0; v < V; ++v) {
@@ -80,7 +89,7 @@ void tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride, fl
         }
       }
       for (int m = 0; m < M; ++m) {
-        const float x = a[m * a_stride + k];
+        const float x = *a.at(m, k);
         for (int v = 0; v < V; ++v) sum[m][v] += x * row[v];
       }
     }
@@ -95,8 +104,8 @@ void tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride, fl
   }
 }
 
-using Tile = void (*)(const float*, int64_t, const float*, int64_t, float*, int64_t, int64_t, bool,
-                      float*, const float*);
+using Tile = void (*)(Matrix, const float*, int64_t, float*, int64_t, int64_t, bool, float*,
+                      const float*);
 
 template <int V, size_t... I>
 constexpr std::array<Tile, sizeof...(I)> tiles_of(std::index_sequence<I...>) {
@@ -109,9 +118,21 @@ constexpr auto kNarrow = tiles_of<2>(std::make_index_sequence<kTall>());
 constexpr auto kBroad = tiles_of<4>(std::make_index_sequence<kFlat>());
 constexpr int64_t kDepth = 256;  // rows of b, of which two vectors fill most of the first cache
 
+// b [depth, left] to `to` [depth, panel], with zeros behind it.
+void pack(Matrix b, int64_t depth, int64_t left, int64_t panel, float* to) {
+  if (left < panel) std::fill_n(to, depth * panel, 0.0f);
+  if (b.column == 1) {
+    for (int64_t k = 0; k < depth; ++k) std::copy_n(b.at(k, 0), left, to + k * panel);
+  } else {
+    for (int64_t n = 0; n < left; ++n) {
+      for (int64_t k = 0; k < depth; ++k) to[k * panel + n] = *b.at(k, n);
+    }
+  }
+}
+
 // c [rows, width] = a [rows, depth] @ b [depth, width], on this thread.
-void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c,
-              int64_t c_stride, int64_t rows, int64_t width, int64_t depth) {
+void multiply(Matrix a, Matrix b, float* c, int64_t c_stride, int64_t rows, int64_t width,
+              int64_t depth) {
   const bool flat = rows <= kFlat;
   const auto tile_of = [flat](int64_t m) { return flat ? kBroad[m - 1] : kNarrow[m - 1]; };
   const int64_t panel = (flat ? 4 : 2) * kLanes, tiles = ceil_div(rows, kTall);
@@ -120,58 +141,87 @@ void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride
     const int64_t deep = std::min(kDepth, depth - k);
     for (int64_t n = 0; n < width; n += panel) {
       const int64_t left = std::min(panel, width - n);
-      const float* from = b + k * b_stride + n;
-      if (left < panel) {
-        std::memset(packed, 0, sizeof(float) * deep * panel);
-        for (int64_t j = 0; j < deep; ++j) {
-          std::memcpy(packed + j * panel, from + j * b_stride, sizeof(float) * left);
-        }
-      }
+      const bool in_place = left == panel && b.column == 1;  // packed by the first tile
+      if (!in_place) pack(b.from(k, n), deep, left, panel, packed);
       for (int64_t t = 0; t < tiles; ++t) {
         const int64_t m = rows * t / tiles, high = rows * (t + 1) / tiles - m;
-        const float* x = a + m * a_stride + k;
+        const Matrix x = a.from(m, k);
         float* y = c + m * c_stride + n;
         if (left < panel) {
-          for (int64_t i = 0; i < high; ++i) {
-            std::memcpy(edge + i * panel, y + i * c_stride, sizeof(float) * left);
-          }
-          tile_of(high)(x, a_stride, packed, panel, edge, panel, deep, k > 0, nullptr, nullptr);
-          for (int64_t i = 0; i < high; ++i) {
-            std::memcpy(y + i * c_stride, edge + i * panel, sizeof(float) * left);
-          }
-        } else if (t == 0) {
-          const float* next = n + panel < width ? from + panel : from - n + kDepth * b_stride;
+          for (int64_t i = 0; i < high; ++i) std::copy_n(y + i * c_stride, left, edge + i * panel);
+          tile_of(high)(x, packed, panel, edge, panel, deep, k > 0, nullptr, nullptr);
+          for (int64_t i = 0; i < high; ++i) std::copy_n(edge + i * panel, left, y + i * c_stride);
+        } else if (in_place && t == 0) {
+          const float* next = n + panel < width ? b.at(k, n + panel) : b.at(k + kDepth, 0);
           float* copy = tiles > 1 ? packed : nullptr;
-          tile_of(high)(x, a_stride, from, b_stride, y, c_stride, deep, k > 0, copy, next);
+          tile_of(high)(x, b.at(k, n), b.row, y, c_stride, deep, k > 0, copy, next);
         } else {
-          tile_of(high)(x, a_stride, packed, panel, y, c_stride, deep, k > 0, nullptr, nullptr);
+          tile_of(high)(x, packed, panel, y, c_stride, deep, k > 0, nullptr, nullptr);
         }
       }
     }
   }
 }
 
-ffi::Error GroupedMatmul(ffi::ThreadPool pool, Floats x, Floats weights, Integers sizes,
-                         NewFloats out) {
-  const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1];
-  const int64_t groups = weights.dimensions()[0], width = weights.dimensions()[2];
-  std::vector<int64_t> start(groups + 1, 0);
-  for (int64_t g = 0; g < groups; ++g) {
-    start[g + 1] = std::min<int64_t>(rows, start[g] + sizes.typed_data()[g]);
-  }
-  // Strips of columns: enough of them for all threads, and no wider than 256.
+// For each group, c(g) = a(g) @ b(g); strips of columns go to whichever thread is free.
+struct Product {
+  Matrix a, b;
+  float* c;
+  int64_t rows, depth;
+};
+template <typename Of>
+void multiply_groups(ffi::ThreadPool& pool, int64_t groups, int64_t width, const Of& of) {
   const int64_t enough = ceil_div(4 * std::max<int64_t>(pool.num_threads(), 1), groups);
   const int64_t strip = ceil_div(ceil_div(width, std::max(enough, ceil_div(width, 256))), 64) * 64;
   const int64_t strips = ceil_div(width, strip);
-  const float *a = x.typed_data(), *b = weights.typed_data();
-  float* c = out->typed_data();
   in_parallel(pool, groups * strips, [&](int64_t i) {
-    const int64_t g = i / strips, n = i % strips * strip;
-    multiply(a + start[g] * depth, depth, b + g * depth * width + n, width,
-             c + start[g] * width + n, width, start[g + 1] - start[g],
-             std::min(strip, width - n), depth);
+    const int64_t n = i % strips * strip;
+    const Product p = of(i / strips);
+    multiply(p.a, p.b.from(0, n), p.c + n, width, p.rows, std::min(strip, width - n), p.depth);
   });
-  std::memset(c + start[groups] * width, 0, sizeof(float) * width * (rows - start[groups]));
+}
+
+// Where the rows of each group begin, and where those of the last one end.
+std::vector<int64_t> starts(Integers sizes, int64_t rows) {
+  std::vector<int64_t> start(sizes.element_count() + 1, 0);
+  for (size_t g = 0; g + 1 < start.size(); ++g) {
+    start[g + 1] = std::min<int64_t>(rows, start[g] + sizes.typed_data()[g]);
+  }
+  return start;
+}
+
+ffi::Error GroupedMatmul(ffi::ThreadPool pool, bool transposed, Floats x, Floats weights,
+                         Integers sizes, NewFloats out) {
+  const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1], width = out->dimensions()[1];
+  const std::vector<int64_t> start = starts(sizes, rows);
+  float* c = out->typed_data();
+  multiply_groups(pool, weights.dimensions()[0], width, [&](int64_t g) -> Product {
+    const float* w = weights.typed_data() + g * depth * width;
+    return {{x.typed_data() + start[g] * depth, depth, 1},
+            transposed ? Matrix{w, 1, depth} : Matrix{w, width, 1},
+            c + start[g] * width,
+            start[g + 1] - start[g],
+            depth};
+  });
+  std::fill(c + start.back() * width, c + rows * width, 0.0f);
+  return ffi::Error::Success();
+}
+
+ffi::Error GroupedOuter(ffi::ThreadPool pool, Floats x, Floats y, Integers sizes, NewFloats out) {
+  const int64_t rows = x.dimensions()[1], width = y.dimensions()[1];
+  const std::vector<int64_t> start = starts(sizes, x.dimensions()[0]);
+  multiply_groups(pool, out->dimensions()[0], width, [&](int64_t g) -> Product {
+    return {{x.typed_data() + start[g] * rows, 1, rows},
+            {y.typed_data() + start[g] * width, width, 1},
+            out->typed_data() + g * rows * width,
+            rows,
+            start[g + 1] - start[g]};
+  });
+  for (int64_t g = 0; g < out->dimensions()[0]; ++g) {
+    if (start[g] == start[g + 1]) {
+      std::fill_n(out->typed_data() + g * rows * width, rows * width, 0.0f);
+    }
+  }
   return ffi::Error::Success();
 }
 
@@ -364,6 +414,15 @@ ffi::Error DecodeAttention(ffi::ThreadPool pool, int64_t layer, int64_t window, 
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rljax_grouped_matmul, GroupedMatmul,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Attr<bool>("transposed")
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Integers>()
+                                  .Ret<Floats>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rljax_grouped_outer, GroupedOuter,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<Floats>()

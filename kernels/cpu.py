@@ -1,7 +1,7 @@
-"""Kernels in C++ for decoding on one CPU in float32, built by the system's compiler at first use.
+"""Kernels in C++ for CPUs, in float32, built by the system's compiler at first use.
 
-XLA's programs for CPUs are slow at what decoding does: few rows by large matrices, mixtures of
-which each expert gets a few rows, and attention over pages, which it first copies together.
+XLA's programs for CPUs are slow at few rows by large matrices, at mixtures, whose experts get
+different numbers of rows, and at attention over pages, which it first copies together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 _SOURCE = pathlib.Path(__file__).with_name("cpu.cpp")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread", "-w")
-_TARGETS = ("rljax_grouped_matmul", "rljax_decode_attention")
+_TARGETS = ("rljax_grouped_matmul", "rljax_grouped_outer", "rljax_decode_attention")
 
 
 def compiler() -> str | None:
@@ -124,10 +124,11 @@ class Native:
         return jax.lax.optimization_barrier(y).T
 
 
+@jax.custom_vjp
 def grouped_matmul(
     x: Float[Array, "M D"], weights: Float[Array, "E D F"], group_sizes: Int[Array, " E"]
 ) -> Float[Array, "M F"]:
-    """`rljax_kernels.grouped_matmul.grouped_matmul`, in float32 and without a gradient.
+    """`rljax_kernels.grouped_matmul.grouped_matmul`, in float32.
 
     A row's bits depend on itself and its group's matrix alone.
 
@@ -137,14 +138,35 @@ def grouped_matmul(
       group_sizes: Rows of each group, int32; their sum may be below M.
 
     Returns:
-      The products; rows past the last group are 0.
+      The products; rows past the last group are 0. An empty group's weights get a gradient of
+      exactly 0.
 
     Raises:
       RuntimeError: The kernels cannot be built.
     """
+    return _grouped_matmul(x, weights, group_sizes)
+
+
+def _grouped_matmul(x: Array, weights: Array, sizes: Array, transposed: bool = False) -> Array:
     register()
-    out = jax.ShapeDtypeStruct((x.shape[0], weights.shape[2]), jnp.float32)
-    return jax.ffi.ffi_call("rljax_grouped_matmul", out)(x, weights, group_sizes)
+    out = jax.ShapeDtypeStruct((x.shape[0], weights.shape[1 if transposed else 2]), jnp.float32)
+    call = jax.ffi.ffi_call("rljax_grouped_matmul", out)
+    return call(x, weights, sizes, transposed=transposed)
+
+
+def _forward(x: Array, weights: Array, sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _grouped_matmul(x, weights, sizes), (x, weights, sizes)
+
+
+def _backward(saved: tuple[Array, Array, Array], g: Array) -> tuple[Array, Array, None]:
+    x, weights, sizes = saved
+    outer = jax.ffi.ffi_call(
+        "rljax_grouped_outer", jax.ShapeDtypeStruct(weights.shape, jnp.float32)
+    )
+    return _grouped_matmul(g, weights, sizes, transposed=True), outer(x, g, sizes), None
+
+
+grouped_matmul.defvjp(_forward, _backward)
 
 
 def matmul(x: Float[Array, "M D"], w: Float[Array, "D F"]) -> Float[Array, "M F"]:

@@ -24,9 +24,12 @@ def default_backend() -> Backend:
     Programs may be compiled for devices of another kind than those at hand: under `jax.set_mesh`
     the mesh's devices count.
     """
+    return "blocks" if _platform() == "cpu" else "ragged"
+
+
+def _platform() -> str:
     device = jax.sharding.get_abstract_mesh().abstract_device
-    platform = jax.default_backend() if device is None else device.platform
-    return "blocks" if platform == "cpu" else "ragged"
+    return jax.default_backend() if device is None else device.platform
 
 
 Dot = Callable[..., Array]
@@ -50,8 +53,8 @@ def grouped_matmul(
       x: Rows sorted by group.
       weights: One matrix a group.
       group_sizes: Rows of each group, int32; their sum may be below M.
-      backend: `ragged`, `blocks`, `native` (C++ on CPUs, see `rljax_kernels.cpu`: float32, no
-        gradient), or None for `default_backend()`.
+      backend: `ragged`, `blocks`, `native` (`rljax_kernels.cpu`: C++ for CPUs, in float32), or
+        None for `default_backend()`.
 
     Returns:
       The products, in x's dtype; rows past the last group are 0. An empty group's weights get a
@@ -73,8 +76,7 @@ def grouped_matmul(
     group_sizes = group_sizes.astype(jnp.int32)
     laid = layout(x.shape[0], weights.shape[0], backend=backend)
     if not laid.block:
-        native = cpu.Native(weights) if backend == "native" else weights
-        return grouped((_multiply,), x, native, group_sizes, laid)
+        return grouped((_multiply,), x, weights, group_sizes, laid)
     place = laid.places(_group(group_sizes, jnp.arange(x.shape[0])), group_sizes)
     spread = jnp.zeros((laid.rows, x.shape[1]), x.dtype).at[place].set(x, mode="drop")
     out = grouped((_multiply,), spread, weights, group_sizes, laid)
@@ -113,12 +115,14 @@ class Layout(NamedTuple):
         of these go through one batched product, which costs less than a loop. 0: there are none.
       block: Rows of each block behind them, all of one group; only those used cost anything.
         0: there are no blocks; rows lie one behind the other, as `ragged` and `native` have them.
+      native: Whether they are multiplied as by the backend of that name.
     """
 
     groups: int
     rows: int
     first: int
     block: int
+    native: bool = False
 
     def places(self, group: Int[Array, " M"], group_sizes: Int[Array, " E"]) -> Int[Array, " M"]:
         """The place of each sorted row, given its group; rows of no group get none: `rows`."""
@@ -155,11 +159,13 @@ def layout(
       backend: As for `grouped_matmul`.
 
     Raises:
-      ValueError: The backend is unknown.
+      ValueError: The backend is unknown, or not for these devices.
     """
     backend = backend or default_backend()
+    if backend == "native" and _platform() != "cpu":
+        raise ValueError(f"backend 'native' is for cpu devices, got {_platform()}; use 'ragged'")
     if backend in ("ragged", "native"):
-        return Layout(groups, rows, 0, 0)
+        return Layout(groups, rows, 0, 0, native=backend == "native")
     if backend != "blocks":
         raise ValueError(
             f"grouped_matmul backend {backend!r} is unknown; use 'ragged', 'blocks' or 'native'"
@@ -188,7 +194,7 @@ def grouped(
     Args:
       stages: Functions known by identity: the same ones in every call, or each call compiles.
       x: Rows laid out by `laid.places`; places that hold no row have any finite value.
-      params: Pytree of arrays [E, ...]; of `Native` ones where the layout is `native`.
+      params: Pytree of arrays [E, ...].
       group_sizes: Rows of each group, int32.
       laid: The layout.
 
@@ -205,11 +211,10 @@ def grouped(
         return _over_blocks(tuple(stages), x, params, group_sizes, laid)
     group = _group(group_sizes, jnp.arange(laid.rows))
 
-    def dot(x: Array, weights: Array | cpu.Native, bias: Array | None = None) -> Array:
-        if isinstance(weights, cpu.Native):
-            y = cpu.grouped_matmul(x, weights.array, group_sizes)
-        else:
-            y = jax.lax.ragged_dot(x, weights, group_sizes)
+    multiply = cpu.grouped_matmul if laid.native else jax.lax.ragged_dot
+
+    def dot(x: Array, weights: Array, bias: Array | None = None) -> Array:
+        y = multiply(x, weights, group_sizes)
         return y if bias is None else y + bias.at[group].get(mode="fill", fill_value=0)
 
     for stage in stages:

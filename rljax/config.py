@@ -66,6 +66,9 @@ class ModelSettings:
     expert_exchange: Literal["gather", "all_to_all"] | None = None
     """Mesh axis expert: whether devices show their tokens to all experts, or send each token to the
     devices that hold its own; never changes a result. Unset: what moves less."""
+    expert_backend: Literal["ragged", "blocks", "native"] | None = None
+    """How rows are multiplied by their experts' matrices. native: by kernels that a C++ compiler
+    builds at first use, on CPUs in float32. Unset: ragged, on CPUs blocks."""
     pipeline_repeats: int = 1
     """Mesh axis stage: how many pieces of its layers, not neighbours, each stage holds of equal
     layers. More of them wait less and send more; never changes a result."""

@@ -1,6 +1,9 @@
 """Eight virtual CPU devices for every test, asked for before jax is imported."""
 
 import os
+import shutil
+
+import pytest
 
 # Programs here are tiny and compiled often: LLVM's optimizations would cost more than they give.
 _FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0")
@@ -10,3 +13,10 @@ for _flag in _FLAGS:
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Two programs with collectives in flight on virtual devices can wait for each other for ever.
 os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips what needs a C++ compiler where there is none."""
+    names = os.environ.get("CXX", ""), "c++", "g++", "clang++"
+    if item.get_closest_marker("compiler") and not any(map(shutil.which, names)):
+        pytest.skip("no C++ compiler is installed")

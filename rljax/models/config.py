@@ -233,6 +233,8 @@ class ModelConfig:
       remat: Whether each layer's activations are recomputed in the backward pass.
       expert_exchange: How tokens meet experts on other devices (see `experts.parallel_experts`);
         None: as moves less.
+      expert_backend: How rows are multiplied by their experts' matrices, as for
+        `rljax_kernels.grouped_matmul`; None: as suits the devices.
       pipeline_repeats: On a mesh with stages: how many pieces of its layers, not neighbours, each
         stage holds of a stack (see `pipeline`). More of them wait less and send more; from two on a
         piece is recomputed as a whole in the backward pass, whatever `remat` says.
@@ -250,10 +252,17 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: bool = False
     expert_exchange: Literal["gather", "all_to_all"] | None = None
+    expert_backend: Literal["ragged", "blocks", "native"] | None = None
     pipeline_repeats: int = 1
     pipeline_rows: int = 1
     family: str = "qwen3"
     max_position: int = 32_768
+
+    def __post_init__(self) -> None:
+        if self.expert_backend == "native" and self.dtype != "float32":
+            raise ValueError(
+                f"expert_backend='native' computes in float32, got dtype={self.dtype!r}; mend one"
+            )
 
     @property
     def layers(self) -> tuple[Block, ...]:

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 from rljax_kernels import grouped_matmul as gmm
-from rljax_kernels.cpu import Native
 
 from rljax.mesh import gather, varies, vary_alike, vary_over
 from rljax.models.config import Experts
@@ -117,6 +116,7 @@ def experts(
     weights: Float[Array, "N k"],
     activation: Literal["silu", "clamped"] = "silu",
     devices: int = 1,
+    backend: gmm.Backend | None = None,
 ) -> Float[Array, "N D"]:
     """Σ over the chosen experts of weight · expert; no token is dropped.
 
@@ -124,16 +124,16 @@ def experts(
 
     Args:
       params: `gate`, `up` [E, D, F] and `down` [E, F, D]; with biases also `gate_bias`, `up_bias`
-        [E, F] and `down_bias` [E, D]. The matrices may be `Native`.
+        [E, F] and `down_bias` [E, D].
       x: Hidden states, in the compute dtype.
       chosen: Experts of each token, none of them twice; those not below E add nothing.
       weights: Their weights, float32.
       activation: As in `Experts`.
       devices: Over how many devices all experts are spread, of which these are one's.
+      backend: As for `grouped_matmul`.
     """
     n, k = chosen.shape
     e = params["gate"].shape[0]
-    backend: gmm.Backend | None = "native" if isinstance(params["gate"], Native) else None
     laid = gmm.layout(n * k, e, expected=-(-n * k // devices), largest=n, backend=backend)
     params = jax.tree.map(lambda p: p.astype(x.dtype), params)
     run = functools.partial(gmm.grouped, _STAGES[activation], params=params, laid=laid)
@@ -165,6 +165,7 @@ def parallel_experts(
     spread: tuple[str, ...],
     activation: Literal["silu", "clamped"] = "silu",
     exchange: Exchange | None = None,
+    backend: gmm.Backend | None = None,
 ) -> Float[Array, "N D"]:
     """`experts` inside `shard_map`, where devices hold different experts, or slices of them.
 
@@ -182,6 +183,7 @@ def parallel_experts(
       exchange: How tokens meet experts of other devices, with equal results. `gather` shows all
         tokens to all devices and adds up what each has to say. `all_to_all` sends a token to the
         devices that have one of its experts, and back. None: the one that moves less.
+      backend: As for `experts`.
     """
     (n, k), here = chosen.shape, params["gate"].shape[0]
     sliced = "tensor" in vary_over(params["gate"])
@@ -199,7 +201,7 @@ def parallel_experts(
         local = chosen - first
         local = jnp.where((local >= 0) & (local < here), local, here)
         mine, x, local, weights = vary_alike((params, x, local, weights))
-        out = experts(mine, x, local, weights, activation=activation, devices=devices)
+        out = experts(mine, x, local, weights, activation, devices, backend)
         return out.astype(jnp.float32)
 
     if exchange == "all_to_all" and spread and shown == spread:

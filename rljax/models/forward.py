@@ -402,7 +402,14 @@ def _mixture(
             p["router"], flat, c, old, p.get("router_bias"), p.get("correction")
         )
         out = moe.parallel_experts(
-            p, flat, used, weights, spread, c.activation, config.expert_exchange
+            p,
+            flat,
+            used,
+            weights,
+            spread,
+            c.activation,
+            config.expert_exchange,
+            config.expert_backend,
         )
         live = counted.reshape(-1).astype(jnp.float32)
         one_hot = jax.nn.one_hot(used, c.num_experts, dtype=jnp.float32).sum(1)

@@ -342,7 +342,10 @@ class Engine:
 
     @functools.cached_property
     def _prefill(self) -> Callable:
-        function = functools.partial(decode.prefill, config=self.config)
+        config = self.config
+        if self._native:
+            config = dataclasses.replace(config, expert_backend="native")
+        function = functools.partial(decode.prefill, config=config)
         held = self._held(self.config)
         return self._over_shards(function, (_POOL, _ROWS), held, _POOL, *[_ROWS] * 4)
 
@@ -352,7 +355,7 @@ class Engine:
 
     @property
     def _decode_config(self) -> ModelConfig:
-        return layers.apart(self.config) if self._apart else self.config
+        return layers.apart(self.config, self._native) if self._apart else self.config
 
     @functools.cached_property
     def _decode(self) -> dict[bool, Callable]:

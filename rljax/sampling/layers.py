@@ -13,10 +13,16 @@ from rljax.models.config import ModelConfig, Stack
 from rljax.models.parameters import Params
 
 
-def apart(config: ModelConfig) -> ModelConfig:
-    """The same model with no two layers stacked, so that they run without a loop."""
+def apart(config: ModelConfig, native: bool = False) -> ModelConfig:
+    """The same model with no two layers stacked, so that they run without a loop.
+
+    Args:
+      config: The model.
+      native: Whether it is to run with the weights of `native`.
+    """
     stacks = tuple(Stack(s.pattern * s.repeats, 1) for s in config.stacks)
-    return dataclasses.replace(config, stacks=stacks, remat=False)
+    backend = "native" if native else config.expert_backend
+    return dataclasses.replace(config, stacks=stacks, remat=False, expert_backend=backend)
 
 
 def views(params: Params, config: ModelConfig) -> Params:
@@ -51,14 +57,19 @@ _PRODUCTS = ("q", "k", "v", "o", "q_down", "q_up", "kv_down", "gate", "up", "dow
 
 
 def native(params: Params, config: ModelConfig) -> Params:
-    """The result of `views`, its matrices' products to be made by `rljax_kernels.cpu`.
+    """The result of `views`, its dense products to be made by `rljax_kernels.cpu`.
 
     They are the memory of `params` itself.
     """
 
     def mark(part: Params) -> Params:
+        experts = "router" in part
         return {
-            name: mark(x) if isinstance(x, dict) else Native(x) if name in _PRODUCTS else x
+            name: mark(x)
+            if isinstance(x, dict)
+            else Native(x)
+            if name in _PRODUCTS and not experts
+            else x
             for name, x in part.items()
         }
 

@@ -481,6 +481,7 @@ class _Policy:
         ways: Any = {
             "remat": config.model.remat,
             "expert_exchange": config.model.expert_exchange,
+            "expert_backend": config.model.expert_backend,
             "pipeline_repeats": config.model.pipeline_repeats,
             "pipeline_rows": config.model.pipeline_rows,
         }

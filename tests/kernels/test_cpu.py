@@ -12,7 +12,7 @@ from rljax_kernels import grouped_matmul as gmm
 
 from rljax.sampling import cache
 
-pytestmark = pytest.mark.skipif(cpu.compiler() is None, reason="no C++ compiler is installed")
+pytestmark = pytest.mark.compiler
 
 
 def draw(rng, *shape):
@@ -32,14 +32,22 @@ def draw(rng, *shape):
         (1, 1, (0, 0)),
     ],
 )
-def test_grouped_matmul_is_the_loop_over_groups(depth, width, sizes):
+def test_grouped_matmul_and_its_gradients_are_those_of_the_loop(depth, width, sizes):
     rng = np.random.default_rng(depth)
     x, w = draw(rng, sum(sizes) + 4, depth), draw(rng, len(sizes), depth, width)
     sizes = jnp.asarray(sizes, jnp.int32)
-    got = jax.jit(functools.partial(gmm.grouped_matmul, backend="native"))(x, w, sizes)
-    want = gmm.reference(x, w, sizes)
-    np.testing.assert_allclose(got, want, atol=1e-5 * depth**0.5)
-    assert (got[sizes.sum() :] == 0).all()
+    given = draw(rng, len(x), width)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(multiply, x, w):
+        out, pull = jax.vjp(lambda x, w: multiply(x, w, sizes), x, w)
+        return out, *pull(given)
+
+    got, want = run(cpu.grouped_matmul, x, w), run(gmm.reference, x, w)
+    for a, b, length in zip(got, want, (depth, width, len(x)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * length**0.5)
+    assert (got[0][sizes.sum() :] == 0).all() and (got[1][sizes.sum() :] == 0).all()
+    assert (got[2][sizes == 0] == 0).all()
 
 
 @pytest.mark.parametrize("depth,width", [(512, 96), (300, 75)])
@@ -124,9 +132,14 @@ def test_decode_attention_survives_large_scores_and_shows_what_is_not_finite():
     assert jnp.isnan(got[0]).all() and jnp.isfinite(got[1]).all()
 
 
-def test_the_kernels_have_no_gradient():
+def test_attention_has_no_gradient():
+    pool = {"k": jnp.ones((1, 1, 1, 4, 16)), "v": jnp.ones((1, 1, 1, 16, 4))}
+    attend = cache.native_attention(
+        jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, int), jnp.ones(1, bool)
+    )
+    x = jnp.ones((1, 1, 1, 4))
     with pytest.raises(ValueError, match="cannot be differentiated"):
-        jax.grad(lambda x: cpu.matmul(x, jnp.ones((4, 4))).sum())(jnp.ones((2, 4)))
+        jax.grad(lambda q: attend(q, x, x, 0, pool, scale=1.0)[0].sum())(x)
 
 
 def test_weights_of_another_dtype_are_refused():

@@ -10,6 +10,8 @@ from rljax_kernels import grouped_matmul as gmm
 
 M, D, F, E = 96, 12, 10, 4
 
+BACKENDS = ["ragged", "blocks", pytest.param("native", marks=pytest.mark.compiler)]
+
 # Rows of each group: even, skewed with empty groups, all in one, fewer than there are rows, none.
 SIZES = {
     "even": (24, 24, 24, 24),
@@ -39,7 +41,7 @@ def run(backend, x, w, cotangent, sizes):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("backend", ["ragged", "blocks"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", SIZES)
 def test_equals_the_loop_in_values_and_gradients(arrays, backend, name):
     x, w, cotangent = arrays
@@ -56,7 +58,7 @@ def test_equals_the_loop_in_values_and_gradients(arrays, backend, name):
     assert (np.asarray(dx)[sum(SIZES[name]) :] == 0).all()
 
 
-@pytest.mark.parametrize("backend", ["ragged", "blocks"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_past_the_last_group_are_not_read(arrays, backend):
     x, w, cotangent = arrays
     sizes = jnp.asarray(SIZES["rows left over"], jnp.int32)
@@ -202,3 +204,6 @@ def test_the_default_backend_is_that_of_the_devices_compiled_for():
     for platform, backend in (("tpu", "ragged"), ("cuda", "ragged"), ("cpu", "blocks")):
         with jax.sharding.use_abstract_mesh(mesh(platform)):
             assert gmm.default_backend() == backend
+            if platform != "cpu":
+                with pytest.raises(ValueError, match=f"for cpu devices, got {platform}; use"):
+                    gmm.layout(8, 2, backend="native")

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from rljax_kernels import cpu
 from rljax_kernels import grouped_matmul as gmm
 
 from rljax import mesh as meshes
@@ -83,7 +82,11 @@ WAYS = {
     "small blocks": ("blocks", E),
     "used blocks alone": ("blocks", 1),
     "ragged": ("ragged", None),
+    "native": ("native", None),
 }
+EACH_WAY = pytest.mark.parametrize(
+    "way", [*list(WAYS)[:-1], pytest.param("native", marks=pytest.mark.compiler)]
+)
 
 
 @pytest.fixture
@@ -120,7 +123,7 @@ def assert_equal(got, want, chosen):
 
 
 @pytest.mark.parametrize("routing", ["even", "empty experts", "overfull", "two experts only"])
-@pytest.mark.parametrize("way", WAYS)
+@EACH_WAY
 @pytest.mark.parametrize("activation", ["silu", "clamped"])
 def test_equals_the_loop_in_values_and_gradients(arrays, lay, way, routing, activation):
     lay(way)
@@ -129,25 +132,6 @@ def test_equals_the_loop_in_values_and_gradients(arrays, lay, way, routing, acti
     assert (chosen[:, 0] != chosen[:, 1]).all()
     given = params, x, weights, chosen, cotangent, activation
     assert_equal(run(way, *given), run("loop", *given), chosen)
-
-
-@pytest.mark.skipif(cpu.compiler() is None, reason="no C++ compiler is installed")
-@pytest.mark.parametrize("activation", ["silu", "clamped"])
-def test_native_matrices_equal_the_loop(arrays, activation):
-    params, x, weights, choices, _ = arrays
-    plain = params[activation]
-    names = ("gate", "up", "down")
-    native = {name: cpu.Native(w) if name in names else w for name, w in plain.items()}
-    run_native = jax.jit(experts.experts, static_argnums=4)
-    for routing, chosen in choices.items():
-        want = loop(plain, x, chosen, weights, activation)
-        got = run_native(native, x, chosen, weights, activation)
-        np.testing.assert_allclose(got, want, atol=2e-5, err_msg=routing)
-    # An expert of another device adds nothing.
-    outside = jnp.where(choices["even"] == 3, E, choices["even"])
-    want = loop(plain, x, outside, weights, activation)
-    got = run_native(native, x, outside, weights, activation)
-    np.testing.assert_allclose(got, want, atol=2e-5)
 
 
 AXES = {
@@ -243,7 +227,7 @@ def test_the_ragged_exchange_sends_each_row_to_its_slot(monkeypatch):
     np.testing.assert_array_equal(found[True][1], rows)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@EACH_WAY
 def test_a_token_s_bits_do_not_depend_on_the_others(arrays, lay, way):
     lay(way)
     params, x, weights, choices, cotangent = arrays

@@ -17,6 +17,8 @@ from rljax.sampling import Engine, SamplingParams, cache, generate
 GOLDEN = Path(__file__).parents[1] / "golden" / "models"
 SAMPLING = SamplingParams(max_tokens=13, temperature=0.7, stop_token_ids=(1,))
 
+NATIVE = functools.partial(pytest.param, marks=pytest.mark.compiler)
+
 
 def make_engine(model, **kwargs):
     config, params = model
@@ -77,7 +79,9 @@ def test_logprobs_equal_the_trainers_on_a_dense_model(dense, prompts):
     assert engine.free_pages == 2 * 8 * 8
 
 
-@pytest.mark.parametrize("name,native", [("mixture", False), ("latent", False), ("latent", True)])
+@pytest.mark.parametrize(
+    "name,native", [("mixture", False), ("latent", False), NATIVE("latent", True)]
+)
 def test_logprobs_equal_the_trainers_on_a_mixture_with_routing_replayed(
     name, native, prompts, request
 ):
@@ -98,11 +102,11 @@ def test_logprobs_equal_the_trainers_on_a_mixture_with_routing_replayed(
     "name,native",
     [
         ("qwen2_moe_mixed", False),
-        ("qwen2_moe_mixed", True),
+        NATIVE("qwen2_moe_mixed", True),
         ("mixtral_window", False),
         ("olmoe", False),
         ("gpt_oss_yarn", False),
-        ("gpt_oss_yarn", True),
+        NATIVE("gpt_oss_yarn", True),
     ],
 )
 def test_logprobs_equal_the_trainers_in_every_mixture_family(name, native, prompts):
@@ -268,7 +272,7 @@ def test_slots_do_not_matter(dense, prompts):
 
 
 @pytest.mark.parametrize(
-    "options", [{"share": 2}, {"gathered": False}, {"least_rows": 1}, {"native": True}]
+    "options", [{"share": 2}, {"gathered": False}, {"least_rows": 1}, NATIVE({"native": True})]
 )
 def test_how_steps_are_arranged_does_not_matter(mixture, prompts, options):
     plain = run(make_engine(mixture, with_routing=True, share=1, least_rows=8), prompts, 4)
@@ -284,7 +288,7 @@ def test_how_steps_are_arranged_does_not_matter(mixture, prompts, options):
         np.testing.assert_array_equal(response.routing, other[key].routing)
 
 
-@pytest.mark.parametrize("options", [{"native": True}, {"gathered": False}])
+@pytest.mark.parametrize("options", [NATIVE({"native": True}), {"gathered": False}])
 def test_a_chunk_begins_before_the_host_has_seen_what_the_last_one_drew(dense, prompts, options):
     """And changes nothing: ends, limits, chunks that end early, pages that run out."""
     limits = [SamplingParams(max_tokens=5 + i % 19, stop_token_ids=(1, 0)) for i in range(18)]
@@ -452,6 +456,7 @@ def test_the_weights_are_the_trainers_own_buffers(dense):
             np.testing.assert_array_equal(layer, stacked[i : i + 1])
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("name", ["dense", "mixture", "latent"])
 def test_native_products_read_the_very_weights_that_were_given(name, request):
     config, params = request.getfixturevalue(name)
@@ -459,7 +464,7 @@ def test_native_products_read_the_very_weights_that_were_given(name, request):
     (where, *_), *_ = engine._decode_params["stacks"]
     given = params["stacks"][0][0]
     for part, weight in (("attention", "o"), ("feed_forward", "gate"), ("feed_forward", "down")):
-        held = where[part][weight].array
+        held = getattr(where[part][weight], "array", where[part][weight])
         assert held.unsafe_buffer_pointer() == given[part][weight].unsafe_buffer_pointer()
     output = engine._decode_params["output"].array
     assert output is params["embed" if config.tie_embeddings else "output"]
@@ -473,7 +478,7 @@ def test_responses_carry_the_version_and_versions_only_rise(dense):
         engine.load(dense[1], version=2)
 
 
-@pytest.mark.parametrize("options", [{}, {"native": True}, {"gathered": False}])
+@pytest.mark.parametrize("options", [{}, NATIVE({"native": True}), {"gathered": False}])
 def test_nothing_is_compiled_after_warm_up_nor_lost_over_any_mix(dense, options):
     """Lengths, limits, kept sets, greedy, shared stems, put-back and cancellation."""
     engine = make_engine(
