@@ -149,6 +149,10 @@ def test_unequal_layers_are_grouped_into_few_stacks():
             ])).top_k,
             "mixture layers differ in top_k",
         ),
+        (
+            lambda: ModelConfig(8, 8, (), dtype="bfloat16", expert_backend="native"),
+            "expert_backend='native' computes in float32, got dtype='bfloat16'",
+        ),
     ],
 )  # fmt: skip
 def test_configurations_that_cannot_be_are_refused(make, message):
