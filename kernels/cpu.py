@@ -58,7 +58,7 @@ def library() -> pathlib.Path:
     if found is None:
         raise RuntimeError(
             "kernels for CPUs need a C++ compiler and found none of $CXX, c++, g++ and clang++; "
-            "install one, or decode without them"
+            "install one, or do without them"
         )
     version = subprocess.run([found, "--version"], capture_output=True, check=True).stdout
     setting = repr((_FLAGS, jax.__version__, platform.machine(), _cpu_features()))
@@ -90,7 +90,7 @@ class Native:
     """A weight whose products these kernels make; it lies as it did, and nothing is copied.
 
     Attributes:
-      array: float32 [in..., out...], or [groups, in, out].
+      array: float32 [in..., out...].
       transposed: Whether it is [out, in], and left to XLA with the weight on the left, where it is
         read in order; on the right it would be packed anew each time.
     """

@@ -99,6 +99,7 @@ class Engine:
           max_length: Longest prompt plus response.
           chunk: Most decode steps between two looks of the host. A chunk ends earlier where the
             next fewer rows would do, or where waiting sequences can have an eighth of the slots.
+            Unless pages are copied, the next one is sent before the host looks.
           prefill_tokens: Most tokens of one prefill call, padding counted.
           stop_ids: Most end ids of one request.
           least_rows: Decode steps run on as few rows as hold the active sequences, in powers of two
@@ -731,7 +732,7 @@ class Engine:
         return (
             max(left) > self.chunk
             and all(
-                len(shard.active) > enough
+                not enough or len(shard.active) > enough
                 for shard, enough in zip(self._plan, chunk.enough, strict=True)
             )
             and all([shard.reserve(2 * self.chunk) for shard in self._plan])

@@ -53,27 +53,25 @@ def _row(x: Any, i: int) -> jax.Array:
     return jax.make_array_from_single_device_arrays((1, *x.shape[1:]), x.sharding, pieces)
 
 
-_PRODUCTS = ("q", "k", "v", "o", "q_down", "q_up", "kv_down", "gate", "up", "down")
+_PRODUCTS = {"q", "k", "v", "o", "q_down", "q_up", "kv_down", "gate", "up", "down"}
 
 
 def native(params: Params, config: ModelConfig) -> Params:
     """The result of `views`, its dense products to be made by `rljax_kernels.cpu`.
 
-    They are the memory of `params` itself.
+    They are the memory of `params` itself. Experts' are left to the backend that `apart` names.
     """
 
     def mark(part: Params) -> Params:
-        experts = "router" in part
-        return {
-            name: mark(x)
-            if isinstance(x, dict)
-            else Native(x)
-            if name in _PRODUCTS and not experts
-            else x
-            for name, x in part.items()
-        }
+        if "router" in part:
+            shared = {name: mark(part[name]) for name in {"shared"} & part.keys()}
+            return {**part, **shared}
+        return {name: Native(x) if name in _PRODUCTS else x for name, x in part.items()}
 
-    stacks = [[mark(block) for block in stack] for stack in params["stacks"]]
+    stacks = [
+        [{k: mark(x) if isinstance(x, dict) else x for k, x in block.items()} for block in stack]
+        for stack in params["stacks"]
+    ]
     tied = config.tie_embeddings
     output = Native(params["embed"], transposed=True) if tied else Native(params["output"])
     return {**params, "stacks": stacks, "output": output}
