@@ -202,10 +202,13 @@ def test_greedy_is_the_argmax_of_the_full_forward(dense, prompts):
         np.testing.assert_array_equal(response.tokens, expected)
 
 
-@pytest.mark.parametrize("page_size,exact", [(32, True), (4, False)])
-def test_order_and_neighbours_change_no_bit(mixture, prompts, page_size, exact):
+@pytest.mark.parametrize(
+    "page_size,exact,native", [(32, True, False), (4, False, False), NATIVE(32, True, True)]
+)
+def test_order_and_neighbours_change_no_bit(mixture, prompts, page_size, exact, native):
     """Bit for bit where the compiled shapes are equal (one page, prefill bucket and row count)."""
-    engine = make_engine(mixture, page_size=page_size, prefill_tokens=128, least_rows=8, share=1)
+    options = {"page_size": page_size, "prefill_tokens": 128, "native": native}
+    engine = make_engine(mixture, least_rows=8, share=1, **options)
     order = [4, 2, 5, 0, 3, 1]
     first = run(engine, prompts, prompt_ids=range(6), draws=[0] * 6)
     again = run(engine, [prompts[i] for i in order], prompt_ids=order, draws=[0] * 6)
