@@ -1,8 +1,8 @@
 // Products of rows sorted by group, and attention of one token a row over paged keys and values.
 // Called through XLA's foreign function interface by cpu.py, which says what each computes.
 //
-// A row's bits do not depend on other rows: each of its numbers is one chain of multiplications and
-// additions in the order of the contracted dimension, however many rows are worked on at a time.
+// A row's bits do not depend on other rows: its numbers come from the same operations in the same
+// order, however many rows are worked on at a time.
 
 #include <algorithm>
 #include <array>
@@ -133,6 +133,7 @@ void pack(Matrix b, int64_t depth, int64_t left, int64_t panel, float* to) {
 // c [rows, width] = a [rows, depth] @ b [depth, width], on this thread.
 void multiply(Matrix a, Matrix b, float* c, int64_t c_stride, int64_t rows, int64_t width,
               int64_t depth) {
+  if (!rows) return;
   const bool flat = rows <= kFlat;
   const auto tile_of = [flat](int64_t m) { return flat ? kBroad[m - 1] : kNarrow[m - 1]; };
   const int64_t panel = (flat ? 4 : 2) * kLanes, tiles = ceil_div(rows, kTall);
@@ -244,14 +245,14 @@ inline Lanes exp_of(Lanes x) {
 }
 
 struct Row {
-  const float *q, *k, *v;           // [heads, dim], [kv_heads, dim], [kv_heads, dim]
-  float *keys, *values;             // [pages, kv_heads, dim, size], [pages, kv_heads, size, dim]
-  const int32_t* table;             // the row's pages
-  int64_t first, position;          // the first place that the query sees, and its own
+  const float *q, *k, *v;   // [heads, dim], [kv_heads, dim], [kv_heads, dim]
+  float *keys, *values;     // [pages, kv_heads, dim, size], [pages, kv_heads, size, dim]
+  const int32_t* table;     // the row's pages
+  int64_t first, position;  // the first place that the query sees, and its own
   int64_t heads, kv_heads, dim, size;
   float scale;
-  const float* sinks;               // [heads], or null
-  float* out;                       // [heads, dim]
+  const float* sinks;  // [heads], or null
+  float* out;          // [heads, dim]
 };
 
 // scores [G, stride] of G queries with the keys [dim, size] of one page; fetches the page `next`.
