@@ -151,7 +151,13 @@ def _grouped_matmul(x: Array, weights: Array, sizes: Array, transposed: bool = F
     register()
     out = jax.ShapeDtypeStruct((x.shape[0], weights.shape[1 if transposed else 2]), jnp.float32)
     call = jax.ffi.ffi_call("rljax_grouped_matmul", out)
-    return call(x, weights, sizes, transposed=transposed)
+    return _vary_as(x, call(x, weights, sizes, transposed=transposed))
+
+
+def _vary_as(x: Array, y: Array) -> Array:
+    """Tells JAX that inside `shard_map` y differs wherever x does, that it was made of."""
+    axes = tuple(jax.typeof(x).manual_axis_type.varying)
+    return jax.lax.pcast(y, axes, to="varying") if axes else y
 
 
 def _forward(x: Array, weights: Array, sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
@@ -163,7 +169,8 @@ def _backward(saved: tuple[Array, Array, Array], g: Array) -> tuple[Array, Array
     outer = jax.ffi.ffi_call(
         "rljax_grouped_outer", jax.ShapeDtypeStruct(weights.shape, jnp.float32)
     )
-    return _grouped_matmul(g, weights, sizes, transposed=True), outer(x, g, sizes), None
+    dx = _grouped_matmul(g, weights, sizes, transposed=True)
+    return dx, _vary_as(x, outer(x, g, sizes)), None
 
 
 grouped_matmul.defvjp(_forward, _backward)

@@ -159,7 +159,9 @@ def run_parallel(mesh, exchange, way, params, x, weights, chosen, cotangent):
     return out, *pull(cotangent)
 
 
-@pytest.mark.parametrize("way", ["room for all", "small blocks"])
+@pytest.mark.parametrize(
+    "way", ["room for all", "small blocks", pytest.param("native", marks=pytest.mark.compiler)]
+)
 @pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
 @pytest.mark.parametrize("sizes", [{"expert": 4}, {"fsdp": 2, "expert": 2, "tensor": 2}])
 def test_experts_on_other_devices_are_met_without_loss(arrays, lay, sizes, exchange, way):
