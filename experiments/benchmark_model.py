@@ -94,12 +94,11 @@ def run_jax(config: Config, folder: Path) -> dict[str, Any]:
         params = models.init(jax.random.key(config.seed), model)
         models.save_pretrained(folder / name, model, params)
         backend = "native" if config.native else None
-        held = {"stacked": (dataclasses.replace(model, expert_backend=backend), params)}
+        model = dataclasses.replace(model, expert_backend=backend)
         views = layers.views(params, model)
-        held["apart"] = (
-            layers.apart(model, config.native),
-            layers.native(views, model) if config.native else views,
-        )
+        if config.native:
+            views = layers.native(views, model)
+        held = {"stacked": (model, params), "apart": (layers.apart(model), views)}
         for shape in config.shapes:
             model, params = held["apart" if shape.endswith("x1") else "stacked"]
             parts = [jnp.asarray(part) for part in batches(config, shape, model.vocab_size)]

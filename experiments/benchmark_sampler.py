@@ -142,7 +142,8 @@ def step_seconds(config: Config, model: Any, params: Any, rows: int, sampled: bo
     from rljax.sampling import layers
     from rljax.sampling.draw import draw, keys_at, row_keys
 
-    bare = layers.apart(model, config.native)
+    backend = "native" if config.native else None
+    bare = layers.apart(dataclasses.replace(model, expert_backend=backend))
 
     def attend(q: Any, k: Any, v: Any, layer: Any, cache: Any, **_: Any) -> tuple[Any, Any]:
         return q + 1e-3 * jnp.repeat(k + v, q.shape[2] // k.shape[2], axis=2), cache

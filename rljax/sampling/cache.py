@@ -216,28 +216,11 @@ def native_attention(
     """
 
     def attend(
-        q: Array,
-        k: Array,
-        v: Array,
-        layer: Array | int,
-        pool: Any,
-        *,
-        scale: float,
-        window: int | None = None,
-        sinks: Array | None = None,
+        q: Array, k: Array, v: Array, layer: Array | int, pool: Any, **how: Any
     ) -> tuple[Array, Any]:
-        new = (q[:, 0], k[:, 0], v[:, 0])
+        new, pages = (q[:, 0], k[:, 0], v[:, 0]), (pool["k"], pool["v"])
         out, keys, values = cpu.decode_attention(
-            *new,
-            pool["k"],
-            pool["v"],
-            table,
-            positions,
-            live,
-            layer=int(layer),
-            scale=scale,
-            window=window,
-            sinks=sinks,
+            *new, *pages, table, positions, live, layer=int(layer), **how
         )
         return out[:, None], {"k": keys, "v": values}
 

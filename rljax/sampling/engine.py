@@ -133,6 +133,10 @@ class Engine:
             splits what decoding needs whole.
           RuntimeError: The kernels cannot be built.
         """
+        if native:
+            _check_native(config, mesh)
+            cpu.register()
+            config = dataclasses.replace(config, expert_backend="native")
         self.config, self.mesh = config, mesh
         self.max_length, self.page_size, self.chunk = max_length, page_size, chunk
         self.with_routing = with_routing and config.top_k > 0
@@ -178,11 +182,9 @@ class Engine:
             device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
             gathered = device.platform == "cpu"
         self._attention: decode.Attention = "copy" if gathered else "place"
-        if native:
-            _check_native(config, mesh)
-            cpu.register()
-            if not any(isinstance(b.attention, LatentAttention) for b in config.layers):
-                self._attention = "native"
+        latent = any(isinstance(b.attention, LatentAttention) for b in config.layers)
+        if native and not latent:
+            self._attention = "native"
         self._native, self._apart = native, native or gathered
         self._shapes = Shapes(
             slots=self._slots,
@@ -343,10 +345,7 @@ class Engine:
 
     @functools.cached_property
     def _prefill(self) -> Callable:
-        config = self.config
-        if self._native:
-            config = dataclasses.replace(config, expert_backend="native")
-        function = functools.partial(decode.prefill, config=config)
+        function = functools.partial(decode.prefill, config=self.config)
         held = self._held(self.config)
         return self._over_shards(function, (_POOL, _ROWS), held, _POOL, *[_ROWS] * 4)
 
@@ -356,7 +355,7 @@ class Engine:
 
     @property
     def _decode_config(self) -> ModelConfig:
-        return layers.apart(self.config, self._native) if self._apart else self.config
+        return layers.apart(self.config) if self._apart else self.config
 
     @functools.cached_property
     def _decode(self) -> dict[bool, Callable]:
@@ -722,7 +721,7 @@ class Engine:
 
         Not where pages are copied for each chunk; where sequences wait for room, stop strings are
         to be found or the device has not heard of a cancelled group; or where fewer rows would do,
-        nothing is left to draw or pages run out.
+        nothing is left to draw or pages run out. If so, its pages are reserved.
         """
         if self._attention == "copy" or any(shard.waiting for shard in self._plan):
             return False

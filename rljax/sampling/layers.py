@@ -13,16 +13,10 @@ from rljax.models.config import ModelConfig, Stack
 from rljax.models.parameters import Params
 
 
-def apart(config: ModelConfig, native: bool = False) -> ModelConfig:
-    """The same model with no two layers stacked, so that they run without a loop.
-
-    Args:
-      config: The model.
-      native: Whether it is to run with the weights of `native`.
-    """
+def apart(config: ModelConfig) -> ModelConfig:
+    """The same model with no two layers stacked, so that they run without a loop."""
     stacks = tuple(Stack(s.pattern * s.repeats, 1) for s in config.stacks)
-    backend = "native" if native else config.expert_backend
-    return dataclasses.replace(config, stacks=stacks, remat=False, expert_backend=backend)
+    return dataclasses.replace(config, stacks=stacks, remat=False)
 
 
 def views(params: Params, config: ModelConfig) -> Params:
@@ -59,7 +53,7 @@ _PRODUCTS = {"q", "k", "v", "o", "q_down", "q_up", "kv_down", "gate", "up", "dow
 def native(params: Params, config: ModelConfig) -> Params:
     """The result of `views`, its dense products to be made by `rljax_kernels.cpu`.
 
-    They are the memory of `params` itself. Experts' are left to the backend that `apart` names.
+    They are the memory of `params` itself. Experts' are left to the model's `expert_backend`.
     """
 
     def mark(part: Params) -> Params:
