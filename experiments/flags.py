@@ -10,6 +10,7 @@ import sys
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from rljax.config import PRESETS, Config, ObjectiveName, ObjectiveSettings
+from rljax.errors import InputError
 
 Settings = TypeVar("Settings")
 
@@ -35,7 +36,7 @@ def parse(arguments: list[str], prog: str) -> tuple[str, Config]:
         else:
             rest.append(argument)
     if name not in PRESETS:
-        raise ValueError(f"preset={name!r} is unknown; the presets are {', '.join(PRESETS)}")
+        raise InputError(f"preset={name!r} is unknown; the presets are {', '.join(PRESETS)}")
     about = " ".join((PRESETS[name].__doc__ or "").split())
     about = f"Presets: {', '.join(PRESETS)}. Flags change {name}: {about}"
     default = _with_objective(PRESETS[name](), rest)
@@ -90,7 +91,7 @@ def read(
         if not stop.code:
             raise
         text = re.sub(r"[\u2500-\u257f]", " ", complaint.getvalue())
-        raise ValueError(" ".join(text.split()).replace("Parsing error", "flags:")) from None
+        raise InputError(" ".join(text.split()).replace("Parsing error", "flags:")) from None
 
 
 def _names(kind: Any) -> list[str]:
@@ -122,7 +123,7 @@ def _refuse_unknown(arguments: list[str], known: list[str]) -> None:
             if flag not in known:
                 near = difflib.get_close_matches(flag, known, 1)
                 hint = f"did you mean --{near[0]}?" if near else "--help lists them all"
-                raise ValueError(f"flag --{flag} is unknown; {hint}")
+                raise InputError(f"flag --{flag} is unknown; {hint}")
 
 
 def fail(error: Exception) -> int:

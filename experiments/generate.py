@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from experiments.flags import fail, read
+from rljax.errors import InputError, RljaxError
 
 if TYPE_CHECKING:
     from rljax.sampling import Response
@@ -90,9 +91,9 @@ def generate(config: Config) -> dict[str, Any]:
     from rljax.sampling import Engine, SamplingParams
 
     if config.num_generations < 1:
-        raise ValueError(f"num_generations={config.num_generations} must be at least 1")
+        raise InputError(f"num_generations={config.num_generations} must be at least 1")
     if config.out.exists():
-        raise ValueError(f"out={str(config.out)!r} exists already; remove it or name another")
+        raise InputError(f"out={str(config.out)!r} exists already; remove it or name another")
     path = model_path(config.model)
     tokenizer = load_tokenizer(path)
     prompts = load_prompts(
@@ -174,7 +175,7 @@ def main() -> int:
     try:
         config = read(Config, sys.argv[1:], "python -m experiments.generate", __doc__)
         print(json.dumps(generate(config)))
-    except (ValueError, OSError, ImportError) as error:
+    except RljaxError as error:
         return fail(error)
     except KeyboardInterrupt:
         print("stopped; what was finished is in the file", file=sys.stderr)

@@ -17,6 +17,7 @@ import sys
 from typing import Literal
 
 from experiments.flags import fail, read
+from rljax.errors import InputError, RljaxError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Flags:
     """Of activations and matmul inputs."""
     remat: bool = True
     """Recompute each layer's activations in the backward pass."""
-    expert_exchange: Literal["gather", "all_to_all"] | None = None
+    expert_dispatch: Literal["all_gather", "all_to_all"] | None = None
     """How tokens meet experts of other devices; unset: as moves less."""
     pipeline_repeats: int = 1
     """Pieces of its layers that each stage holds of equal layers."""
@@ -72,12 +73,12 @@ def main() -> int:
         flags, work = given.plan, given.work
         if flags.model not in models.PRESETS:
             names = ", ".join(models.PRESETS)
-            raise ValueError(f"model={flags.model!r} is unknown; the models are {names}")
+            raise InputError(f"model={flags.model!r} is unknown; the models are {names}")
         config = dataclasses.replace(
             models.PRESETS[flags.model](),
             dtype=flags.dtype,
             remat=flags.remat,
-            expert_exchange=flags.expert_exchange,
+            expert_dispatch=flags.expert_dispatch,
             pipeline_repeats=flags.pipeline_repeats,
             pipeline_rows=flags.pipeline_rows,
         )
@@ -103,7 +104,7 @@ def main() -> int:
             compiled = compile_update(config, mesh, work, rules[0], on_host)
             print(f"\n{Compared(planned, compiled)}", flush=True)
             print(f"\n{Compared(planned, compile_decode(config, mesh, work, rules[1]))}")
-    except ValueError as error:
+    except RljaxError as error:
         return fail(error)
     return 0
 

@@ -17,6 +17,7 @@ import logging  # noqa: E402
 import sys  # noqa: E402
 
 from experiments.flags import fail, parse  # noqa: E402
+from rljax.errors import RljaxError  # noqa: E402
 
 
 def main() -> int:
@@ -34,7 +35,7 @@ def main() -> int:
         from rljax.training import train
 
         result = train(config, name, _STARTED)
-    except (ValueError, OSError, FloatingPointError, ImportError) as error:
+    except RljaxError as error:
         return fail(error)
     except KeyboardInterrupt:
         print("stopped; the same command continues the run", file=sys.stderr)

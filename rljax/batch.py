@@ -12,6 +12,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from rljax.errors import InputError
+
 _PER_TOKEN = (
     "mask",
     "positions",
@@ -101,7 +103,7 @@ class Batch(struct.PyTreeNode):
         """
         shape = jnp.shape(self.tokens)
         if len(shape) != 2:
-            raise ValueError(f"tokens must be [B, T], got shape {shape}: add the missing axis")
+            raise InputError(f"tokens must be [B, T], got shape {shape}: add the missing axis")
         for names, expected, layout in (
             (_PER_TOKEN, shape, "[B, T]"),
             (_PER_RESPONSE, shape[:1], "[B]"),
@@ -110,7 +112,7 @@ class Batch(struct.PyTreeNode):
                 value = getattr(self, name)
                 got = None if value is None else jnp.shape(value)
                 if got is not None and got[: len(expected)] != expected:
-                    raise ValueError(
+                    raise InputError(
                         f"{name} must start with {layout} = {expected} like tokens, got {got}: "
                         "give one entry for each"
                     )
@@ -220,12 +222,12 @@ class Rows(struct.PyTreeNode):
                 rows are packed already.
         """
         if self.packed:
-            raise ValueError("rows are packed already: pack the rows that prepare gave")
+            raise InputError("rows are packed already: pack the rows that prepare gave")
         present = np.asarray(self.segments) > 0
         columns = np.arange(present.shape[1])
         lengths = np.where(present.any(1), np.where(present, columns, -1).max(1) + 1, 0)
         if lengths.max(initial=0) > row_length:
-            raise ValueError(
+            raise InputError(
                 f"row_length must hold the longest response, got {row_length} for "
                 f"{lengths.max()} tokens: raise row_length"
             )
@@ -234,7 +236,7 @@ class Rows(struct.PyTreeNode):
         total = len(bins) if num_rows is None else num_rows
         bound = max(2, 1 << (most - 1).bit_length()) if max_segments is None else max_segments
         if len(bins) > total or most > bound or bound < 2:
-            raise ValueError(
+            raise InputError(
                 f"packing needs {len(bins)} rows of up to {most} responses, got "
                 f"num_rows={num_rows}, max_segments={max_segments}: raise them "
                 "(max_segments is at least 2)"

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
+from rljax.errors import InputError
+
 ObjectiveName = Literal[
     "grpo",
     "dr_grpo",
@@ -63,7 +65,7 @@ class ModelSettings:
     host_memory: tuple[Literal["optimizer", "reference"], ...] = ()
     """What waits in the hosts' memory while nothing needs it: the optimizer's moments, the frozen
     start policy of beta. Spares memory of the devices, costs time."""
-    expert_exchange: Literal["gather", "all_to_all"] | None = None
+    expert_dispatch: Literal["all_gather", "all_to_all"] | None = None
     """Mesh axis expert: whether devices show their tokens to all experts, or send each token to the
     devices that hold its own; never changes a result. Unset: what moves less."""
     expert_backend: Literal["ragged", "blocks", "native"] | None = None
@@ -355,7 +357,7 @@ class Config:
         """
         r, o = self.rollout, self.optimizer
         if r.temperature <= 0:
-            raise ValueError(f"temperature={r.temperature} cannot be trained with; use above 0")
+            raise InputError(f"temperature={r.temperature} cannot be trained with; use above 0")
         for name, value in (
             ("pipeline_repeats", self.model.pipeline_repeats),
             ("pipeline_rows", self.model.pipeline_rows),
@@ -370,37 +372,37 @@ class Config:
             ("save_every", self.run.save_every),
         ):
             if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+                raise InputError(f"{name}={value} must be at least 1")
         alone = ("ppo", "reinforce_plus_plus", "distillation")
         if r.num_generations < 2 and self.objective.objective not in alone:
-            raise ValueError(
+            raise InputError(
                 f"num_generations={r.num_generations}: a group baseline needs at least 2"
             )
         if bool(self.model.teacher) != (self.objective.objective == "distillation"):
-            raise ValueError(
+            raise InputError(
                 f"teacher={self.model.teacher!r} with objective={self.objective.objective}: "
                 "distillation needs a teacher, and no other objective takes one"
             )
         if "reference" in self.model.host_memory and self.model.lora_rank:
-            raise ValueError(
+            raise InputError(
                 "host_memory=reference with lora_rank: the start policy is what adapters rest on, "
                 "and must be on the devices; leave it out"
             )
         responses = r.prompts_per_step * r.num_generations
         if responses % o.mini_batch_size or o.mini_batch_size % r.num_generations:
-            raise ValueError(
+            raise InputError(
                 f"mini_batch_size={o.mini_batch_size} must divide the {responses} responses of a "
                 f"step and hold whole groups of num_generations={r.num_generations}"
             )
         if r.max_staleness < 0:
-            raise ValueError(f"max_staleness={r.max_staleness} must be 0 or more policy versions")
+            raise InputError(f"max_staleness={r.max_staleness} must be 0 or more policy versions")
         if o.warmup_steps > self.updates:
-            raise ValueError(
+            raise InputError(
                 f"warmup_steps={o.warmup_steps} exceed the {self.updates} updates of the run; "
                 "lower them or raise steps"
             )
         if r.max_oversampling < 1:
-            raise ValueError(f"max_oversampling={r.max_oversampling} must be at least 1")
+            raise InputError(f"max_oversampling={r.max_oversampling} must be at least 1")
 
 
 def arithmetic() -> Config:

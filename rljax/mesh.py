@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rljax import processes
+from rljax.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,10 +88,10 @@ def make_abstract(num_devices: int, **sizes: int) -> AbstractMesh:
 def _shape(sizes: Mapping[str, int], num_devices: int) -> tuple[int, ...]:
     unknown = sorted(set(sizes) - set(AXES))
     if unknown:
-        raise ValueError(f"mesh axis {unknown[0]!r} is unknown; the axes are {', '.join(AXES)}")
+        raise InputError(f"mesh axis {unknown[0]!r} is unknown; the axes are {', '.join(AXES)}")
     for name, size in sizes.items():
         if size < 1:
-            raise ValueError(f"mesh axis {name}={size} must be at least 1")
+            raise InputError(f"mesh axis {name}={size} must be at least 1")
     shape = tuple(sizes.get(name, 1) for name in AXES)
     total = math.prod(shape)
     if total != num_devices:
@@ -103,7 +104,7 @@ def _shape(sizes: Mapping[str, int], num_devices: int) -> tuple[int, ...]:
         mend = f"choose sizes whose product is {num_devices}"
         if fits:
             mend = f"{' or '.join(fits)} would fit"
-        raise ValueError(f"mesh {asked} needs {total} devices, got {num_devices}; {mend}")
+        raise InputError(f"mesh {asked} needs {total} devices, got {num_devices}; {mend}")
     return shape
 
 
@@ -130,11 +131,11 @@ def read_flags(text: str, num_devices: int) -> dict[str, int]:
         name, _, size = part.partition("=")
         name = name.strip()
         if not size.strip().isdigit():
-            raise ValueError(
+            raise InputError(
                 f"mesh flag {text!r}: {part!r} is not axis=size; write fsdp=4,expert=2"
             )
         if name in sizes:
-            raise ValueError(f"mesh flag {text!r} names axis {name!r} twice; give it one size")
+            raise InputError(f"mesh flag {text!r} names axis {name!r} twice; give it one size")
         sizes[name] = int(size)
     return sizes
 
@@ -149,14 +150,14 @@ def read_rules(text: str, rules: Rules) -> Rules:
     for part in filter(None, text.replace(" ", "").split(",")):
         logical, equals, targets = part.partition("=")
         if not equals or logical not in rules:
-            raise ValueError(
+            raise InputError(
                 f"rules flag {text!r}: {part!r} is not logical axis=mesh axes; write "
                 f"experts=fsdp+expert; the logical axes are {', '.join(rules)}"
             )
         axes = tuple(filter(None, targets.split("+")))
         unknown = [axis for axis in axes if axis not in AXES]
         if unknown:
-            raise ValueError(
+            raise InputError(
                 f"rules flag {text!r}: mesh axis {unknown[0]!r} is unknown; the axes are "
                 f"{', '.join(AXES)}"
             )
@@ -192,12 +193,12 @@ def sharding(
     left_over: tuple[str, ...] = ()
     for size, logical in zip(shape, axes, strict=True):
         if logical is not None and logical not in rules:
-            raise ValueError(f"{name}: logical axis {logical!r} has no rule; add it to the table")
+            raise InputError(f"{name}: logical axis {logical!r} has no rule; add it to the table")
         target = rules[logical] if logical is not None else None
         targets = (target,) if isinstance(target, str) else target or ()
         for axis in targets:
             if axis not in ways:
-                raise ValueError(
+                raise InputError(
                     f"{name}: logical axis {logical!r} is mapped to mesh axis {axis!r} which is "
                     f"unknown; the axes are {', '.join(mesh.axis_names)}"
                 )
@@ -208,7 +209,7 @@ def sharding(
             split += left_over
         for axis in split:
             if any(axis in other for other in spec):
-                raise ValueError(
+                raise InputError(
                     f"{name}: mesh axis {axis!r} would split two dimensions of {tuple(shape)} "
                     f"(axes {tuple(axes)}); map one of them to another mesh axis or to None"
                 )
@@ -218,7 +219,7 @@ def sharding(
             fits = [n for n in range(1, size + 1) if size % n == 0]
             below, above = [n for n in fits if n < total][-1:], [n for n in fits if n > total][:1]
             near = " and ".join(f"{over}={n}" for n in below + above)
-            raise ValueError(
+            raise InputError(
                 f"{name}: axis {logical!r} of size {size} does not divide over mesh axis "
                 f"{over}={total}; the nearest that divide it: {near}"
             )
@@ -244,7 +245,7 @@ def on_host(layout: NamedSharding) -> NamedSharding:
     """
     device = next(iter(layout.mesh.devices.flat))
     if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
-        raise ValueError(
+        raise InputError(
             f"host_memory: {device.platform} devices have no pinned_host memory; leave it out"
         )
     return layout.with_memory_kind("pinned_host")
@@ -409,7 +410,7 @@ def shard_rows(tree: Any, mesh: Mesh) -> Any:
 
     def put(x: Any) -> jax.Array:
         if np.shape(x)[0] % parts:
-            raise ValueError(
+            raise InputError(
                 f"{np.shape(x)[0]} rows do not divide over stage×data×fsdp×expert = {parts} "
                 "devices; change the batch size or the mesh"
             )

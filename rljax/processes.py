@@ -23,10 +23,12 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from rljax.config import ProcessSettings
+from rljax.errors import InputError
 
 Value = TypeVar("Value")
 
-_PATIENCE = 24 * 3600  # seconds; a process that died is noticed by its heartbeat long before
+# A process that died is noticed by its heartbeat long before.
+BARRIER_TIMEOUT_S = 24 * 3600
 _meetings = itertools.count()
 
 
@@ -66,29 +68,29 @@ def initialize(settings: ProcessSettings) -> None:
             raise
         return  # no cluster
     if jax.process_count() > 1:
-        _leave_word(settings.heartbeat_timeout)
+        report_crash(settings.heartbeat_timeout)
 
 
 def _check(settings: ProcessSettings) -> None:
     coordinator, number, place = settings.coordinator, settings.num_processes, settings.process_id
     if settings.heartbeat_timeout < 1:
-        raise ValueError(f"heartbeat_timeout={settings.heartbeat_timeout} must be at least 1 s")
+        raise InputError(f"heartbeat_timeout={settings.heartbeat_timeout} must be at least 1 s")
     if number is not None and number < 1:
-        raise ValueError(f"num_processes={number} must be at least 1")
+        raise InputError(f"num_processes={number} must be at least 1")
     given = (bool(coordinator), number is not None, place is not None)
     alone = number == 1 and given == (False, True, False)
     if any(given) and not all(given) and not alone:
-        raise ValueError(
+        raise InputError(
             f"coordinator={coordinator!r}, num_processes={number}, process_id={place} go together; "
             "give all three, or none where the cluster tells (Slurm, GKE, TPU pods)"
         )
     if number is not None and place is not None and not 0 <= place < number:
-        raise ValueError(
+        raise InputError(
             f"process_id={place} is none of the {number} processes; count from 0 to {number - 1}"
         )
     host, _, port = coordinator.rpartition(":")
     if coordinator and not (host and port.isdigit()):
-        raise ValueError(
+        raise InputError(
             f"coordinator={coordinator!r} is not HOST:PORT; give the host of process 0 and a port "
             "that is free there"
         )
@@ -97,7 +99,7 @@ def _check(settings: ProcessSettings) -> None:
 _WATCH = "import sys; sys.stdin.buffer.read() or sys.stderr.write(sys.argv[1])"
 
 
-def _leave_word(heartbeat_timeout: int) -> None:
+def report_crash(heartbeat_timeout: int) -> None:
     """Has a small process say one line where this one does not come to an end of its own.
 
     The runtime aborts a process of which another died, or a collective fails at it, whichever is
@@ -163,10 +165,10 @@ def fetch(tree: Any) -> Any:
 @functools.cache
 def _replicate(mesh: Mesh) -> Callable[[Any], Any]:
     """One program that gathers all arrays of a tree."""
-    return in_turn(jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P())))
+    return run_serially(jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P())))
 
 
-def in_turn(program: Callable[..., Value]) -> Callable[..., Value]:
+def run_serially(program: Callable[..., Value]) -> Callable[..., Value]:
     """A program that ends before the next one begins, on CPU devices of several processes.
 
     There the devices of a process may come to a later program at different times, and collectives
@@ -214,7 +216,7 @@ def _meet() -> None:
 
     everybody = set(range(jax.process_count()))
     name = f"rljax-{next(_meetings)}"
-    multihost.sync_global_processes(name, timeout=_PATIENCE, processes=everybody)
+    multihost.sync_global_processes(name, timeout=BARRIER_TIMEOUT_S, processes=everybody)
 
 
 def on_first(function: Callable[..., Value], *arguments: Any) -> Value:
@@ -248,7 +250,7 @@ def agree(values: dict[str, Any]) -> None:
     for place, other in enumerate(given):
         for name, value in given[0].items():
             if other[name] != value:
-                raise ValueError(
+                raise InputError(
                     f"process 0 has {name}={value!r}, process {place} {name}={other[name]!r}; "
                     "start all processes by the same command, on the same files"
                 )

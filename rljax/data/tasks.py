@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from rljax.errors import InputError
+
 Row = dict[str, Any]
 
 SPLITS = ("train", "validation", "test")
@@ -32,10 +34,10 @@ def split_rows(
         ValueError: On an unknown split, or where no row would be left to train on.
     """
     if split not in SPLITS:
-        raise ValueError(f"split={split!r} is unknown: use one of {', '.join(SPLITS)}")
+        raise InputError(f"split={split!r} is unknown: use one of {', '.join(SPLITS)}")
     held_out = validation + test
     if held_out >= len(rows):
-        raise ValueError(
+        raise InputError(
             f"validation={validation} and test={test} leave nothing to train on of {len(rows)} "
             "rows: make them smaller"
         )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rljax.data.tokenizers import Tokenizer
+from rljax.errors import InputError
 
 Message = dict[str, Any]
 Question = str | Sequence[Message]
@@ -72,13 +73,13 @@ def render(template: str, question: Question, tokenizer: Tokenizer) -> str:
         ValueError: On an unknown template, or where the tokenizer has no chat template.
     """
     if template not in TEMPLATES:
-        raise ValueError(f"template={template!r} is unknown: use one of {', '.join(TEMPLATES)}")
+        raise InputError(f"template={template!r} is unknown: use one of {', '.join(TEMPLATES)}")
     return TEMPLATES[template](question, tokenizer)
 
 
 def _plain(question: Question, template: str) -> str:
     if not isinstance(question, str):
-        raise ValueError(
+        raise InputError(
             f"template={template!r} cannot render a list of chat messages: use template='chat', or "
             "a question column of plain text"
         )

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from rljax.errors import InputError, MissingFileError
+
 
 @runtime_checkable
 class Tokenizer(Protocol):
@@ -46,7 +48,7 @@ class CharTokenizer:
     def __init__(self, alphabet: str):
         """Args: alphabet: The characters, each once."""
         if not alphabet or len(set(alphabet)) < len(alphabet):
-            raise ValueError(
+            raise InputError(
                 f"alphabet={alphabet!r} is empty or repeats a character: give each character once"
             )
         self.alphabet = alphabet
@@ -58,7 +60,7 @@ class CharTokenizer:
         try:
             return [self._ids[character] for character in text]
         except KeyError as error:
-            raise ValueError(
+            raise InputError(
                 f"character {error.args[0]!r} of {text!r} is not in the alphabet "
                 f"{self.alphabet!r}: add it there"
             ) from None
@@ -70,7 +72,7 @@ class CharTokenizer:
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> str:
         """Refuses: a character tokenizer has no chat template."""
-        raise ValueError(
+        raise InputError(
             "template='chat' needs a chat template and CharTokenizer has none: use template='none'"
         )
 
@@ -115,7 +117,7 @@ class PretrainedTokenizer:
             ValueError: Where it has no chat template, or the template refuses the messages.
         """
         if not self._tokenizer.chat_template:
-            raise ValueError(
+            raise InputError(
                 "template='chat' but the tokenizer has no chat template: use template='none' or "
                 "'r1', as for a base model"
             )
@@ -124,11 +126,11 @@ class PretrainedTokenizer:
                 list(messages), tokenize=False, add_generation_prompt=True
             )
         except ImportError:
-            raise ValueError(
+            raise InputError(
                 "template='chat' needs jinja2, which is not installed: run `pip install jinja2`"
             ) from None
         except Exception as error:  # the template's own errors are of jinja2, loaded lazily
-            raise ValueError(
+            raise InputError(
                 f"template='chat': the tokenizer's template refused the messages "
                 f"({' '.join(str(error).split())}): mend them or use another template"
             ) from None
@@ -151,13 +153,13 @@ def load_tokenizer(path: str | Path) -> PretrainedTokenizer:
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(
+        raise MissingFileError(
             f"tokenizer {str(path)!r} does not exist: give a model folder or a .gguf file"
         )
     _import_transformers()
     if path.is_file():
         if path.suffix != ".gguf":
-            raise ValueError(
+            raise InputError(
                 f"tokenizer {str(path)!r} is a file of an unknown kind: give the model's folder, "
                 "or a .gguf file"
             )
@@ -170,7 +172,7 @@ def load_tokenizer(path: str | Path) -> PretrainedTokenizer:
         first = tokenizer.encode("a")[:1]
         adds_bos = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
     if not end_ids:
-        raise ValueError(
+        raise InputError(
             f"tokenizer {str(path)!r} names no end token: set eos_token_id in "
             "generation_config.json"
         )
@@ -199,14 +201,14 @@ def _load_folder(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        raise ValueError(
+        raise InputError(
             f"model folder {str(path)!r} has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}): "
             "copy the model's tokenizer files into it"
         )
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # whatever a malformed file provokes in there
-        raise ValueError(
+        raise InputError(
             f"the tokenizer of model folder {str(path)!r} cannot be read "
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]}): mend its files"
         ) from None
@@ -219,7 +221,7 @@ def _folder_end_ids(path: Path, tokenizer: Any) -> list[int]:
             try:
                 found = json.loads((path / name).read_text(encoding="utf-8")).get("eos_token_id")
             except (ValueError, AttributeError):
-                raise ValueError(f"{path / name} is not a JSON object: mend the file") from None
+                raise InputError(f"{path / name} is not a JSON object: mend the file") from None
             ids.extend(found if isinstance(found, list) else [found])
     ids.append(tokenizer.eos_token_id)
     return [i for i in ids if i is not None]

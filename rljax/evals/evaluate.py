@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from rljax.errors import InputError
 from rljax.evals.metrics import answering_rate, avg_at_k, maj_at_k, pass_at_k
 from rljax.rewards.answers import extract_boxed, extract_final, same_answer
 
@@ -21,7 +22,7 @@ RIGHT_ABOVE = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class AnswerParser:
     """How answers are read off completions, for votes and the answering rate.
 
     Attributes:
@@ -69,7 +70,7 @@ def evaluate(
     num_generations: int,
     seed: int,
     task: str,
-    reading: Reading | None = None,
+    reading: AnswerParser | None = None,
 ) -> dict[str, float]:
     """Score a model on held-out prompts.
 
@@ -103,7 +104,7 @@ def evaluate(
         ValueError: If there are no prompts, k is not positive, or greedy is asked with k > 1.
     """
     if not task or "/" in task:
-        raise ValueError(f"task must be a name without '/', got {task!r}; rename it")
+        raise InputError(f"task must be a name without '/', got {task!r}; rename it")
     evaluation = sample(
         engine, prompts, scorer, tokenizer, sampling, num_generations, seed, reading
     )
@@ -118,7 +119,7 @@ def sample(
     sampling: "SamplingParams",
     num_generations: int,
     seed: int,
-    reading: Reading | None = None,
+    reading: AnswerParser | None = None,
 ) -> Evaluation:
     """Sample and score; the arguments are those of `evaluate`.
 
@@ -126,13 +127,13 @@ def sample(
         The samples and their scores, in the order of the prompts.
     """
     if not prompts:
-        raise ValueError("prompts must not be empty, got none; give the task a held-out split")
+        raise InputError("prompts must not be empty, got none; give the task a held-out split")
     if num_generations < 1:
-        raise ValueError(
+        raise InputError(
             f"num_generations must be at least 1, got {num_generations}; use 1 or more"
         )
     if sampling.temperature == 0 and num_generations != 1:
-        raise ValueError(
+        raise InputError(
             f"num_generations must be 1 at temperature 0, got {num_generations}: "
             "greedy samples are all alike; raise the temperature or ask for one"
         )
@@ -218,10 +219,10 @@ def _whole(completion: str) -> str | None:
     return " ".join(completion.split()) or None
 
 
-WHOLE = Reading(_whole, operator.eq)
+WHOLE = AnswerParser(_whole, operator.eq)
 _READINGS = {
-    "boxed": Reading(extract_boxed, same_answer),
-    "numeric": Reading(extract_final, same_answer),
+    "boxed": AnswerParser(extract_boxed, same_answer),
+    "numeric": AnswerParser(extract_final, same_answer),
 }
 
 

@@ -5,6 +5,8 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from jaxtyping import Bool
 
+from rljax.errors import InputError
+
 
 def avg_at_k(
     right: Bool[np.ndarray, "prompts k"], valid: Bool[np.ndarray, "prompts k"] | None = None
@@ -52,7 +54,7 @@ def pass_at_k(
     """
     number, correct = _counts(right, valid)
     if not 1 <= k <= right.shape[1]:
-        raise ValueError(
+        raise InputError(
             f"k must be between 1 and the {right.shape[1]} samples a prompt, got {k}; sample more"
         )
     enough = number >= k
@@ -87,7 +89,7 @@ def maj_at_k(
     """
     number, _ = _counts(right, valid)
     if len(answers) != len(right) or any(len(row) != right.shape[1] for row in answers):
-        raise ValueError(
+        raise InputError(
             f"answers must be [prompts][k] like right, {right.shape}, "
             f"got rows of {sorted({len(row) for row in answers})}; give None for a missing answer"
         )
@@ -123,7 +125,7 @@ def answering_rate(
 def _counts(right: np.ndarray, valid: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """How many samples count, and how many of them are right: int [prompts] each."""
     if right.ndim != 2 or right.dtype != bool or (valid is not None and valid.shape != right.shape):
-        raise ValueError(
+        raise InputError(
             f"right and valid must be bool [prompts, k], got {right.dtype}{list(right.shape)}"
             + ("" if valid is None else f" and {valid.dtype}{list(valid.shape)}")
             + "; compare scores with a threshold first"

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from rljax.errors import InputError
 from rljax.losses import groups
 from rljax.losses.base import Draft, Scope, Step, Transform, is_traced, missing
 
@@ -94,7 +95,7 @@ class mean_normalize(Advantage):
     def __call__(self, draft: Draft) -> Draft:
         """Sets `draft.advantages`."""
         if not is_traced(draft.rewards) and bool((draft.rewards < 0).any()):
-            raise ValueError(
+            raise InputError(
                 f"mean_normalize needs rewards of at least 0, got {float(draft.rewards.min())}: "
                 "shift the rewards or use group_normalize"
             )
@@ -131,7 +132,7 @@ class gdpo_normalize(Advantage):
         number = components.shape[1]
         weights = (1.0,) * number if self.weights is None else self.weights
         if len(weights) != number:
-            raise ValueError(
+            raise InputError(
                 f"gdpo_normalize has {len(weights)} weights for {number} score_components: "
                 "give one weight for each"
             )
@@ -160,7 +161,7 @@ class batch_whiten(Advantage):
 
     def __post_init__(self) -> None:
         if self.per not in ("token", "response"):
-            raise ValueError(f"per must be 'token' or 'response', got {self.per!r}")
+            raise InputError(f"per must be 'token' or 'response', got {self.per!r}")
 
     def __call__(self, draft: Draft) -> Draft:
         """Sets `draft.advantages`."""
@@ -169,7 +170,7 @@ class batch_whiten(Advantage):
         elif draft.advantages.ndim == 1:
             x, mask = draft.advantages, _trains(draft)
         else:
-            raise ValueError(
+            raise InputError(
                 f"{self!r} needs one advantage a response, got one a token: use per='token'"
             )
         return draft.replace(advantages=groups.whiten(x, mask, self.eps, self.center))
@@ -210,7 +211,7 @@ class gae(Advantage):
 
     def __post_init__(self) -> None:
         if self.truncated not in ("zero", "bootstrap"):
-            raise ValueError(f"truncated must be 'zero' or 'bootstrap', got {self.truncated!r}")
+            raise InputError(f"truncated must be 'zero' or 'bootstrap', got {self.truncated!r}")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -310,7 +311,7 @@ def _over(x: Array, by: Array) -> Array:
 
 def _group(draft: Draft, user: Advantage, ddof: int = 1) -> groups.Stats:
     if draft.advantages.ndim != 1:
-        raise ValueError(f"{user!r} needs one reward a response, got one a token: put it first")
+        raise InputError(f"{user!r} needs one reward a response, got one a token: put it first")
     _refuse_singles(draft, user)
     return groups.statistics(draft.advantages, draft.valid, draft.group, ddof)
 
@@ -321,7 +322,7 @@ def _refuse_singles(draft: Draft, user: Advantage) -> None:
         return
     size = groups.sums(jnp.ones_like(draft.rewards), draft.group)
     if bool(((size == 1) & draft.valid).any()):
-        raise ValueError(
+        raise InputError(
             f"{user!r} needs at least 2 responses a prompt, got a prompt with 1: "
             "raise num_generations"
         )

@@ -15,6 +15,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.batch import Batch, Rows
+from rljax.errors import InputError
 from rljax.losses.metrics import Mean, Metrics
 from rljax.losses.sequences import Layout
 
@@ -215,7 +216,7 @@ class Step:
     def with_surrogate(self, surrogate: Float[Array, "R T"], **changes: Any) -> "Step":
         """Sets J; one trust region may do so."""
         if self.surrogate is not None:
-            raise ValueError(
+            raise InputError(
                 "a policy chain takes one transform that sets the surrogate, got a second: "
                 "keep one of policy_gradient, ppo_clip, cispo_weight, gmpo_clip, sapo_gate, "
                 "vespo_weight"
@@ -241,9 +242,9 @@ def _either(a: Array | None, b: Array | None) -> Array | None:
     return a | b
 
 
-def missing(name: str, user: Any, record: str) -> ValueError:
+def missing(name: str, user: Any, record: str) -> InputError:
     """The refusal of a missing field, by name."""
-    return ValueError(f"{user!r} needs {name}, got None: set {record}.{name}")
+    return InputError(f"{user!r} needs {name}, got None: set {record}.{name}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,5 +311,5 @@ def parts(*transforms: Any) -> tuple[Any, ...]:
 def needs_of_anchor(anchor: str) -> frozenset[str]:
     """What a ratio against that anchor needs."""
     if anchor not in ("old", "rollout", "self"):
-        raise ValueError(f"anchor must be 'old', 'rollout' or 'self', got {anchor!r}")
+        raise InputError(f"anchor must be 'old', 'rollout' or 'self', got {anchor!r}")
     return frozenset() if anchor == "self" else frozenset({anchor})

@@ -2,6 +2,7 @@
 
 They multiply the surrogate only. Rejected tokens stay in the denominators unless
 `keep_denominator=False`. None goes on top of a ratio already taken against μ, and one that differs
+from rljax.errors import InputError
 from token to token does not go with a ratio of the whole sequence; both are refused.
 """
 
@@ -11,6 +12,7 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from rljax.errors import InputError
 from rljax.losses.base import Draft, Scope, Transform, safe_exp
 from rljax.losses.metrics import Mean, merge
 from rljax.losses.sequences import Layout
@@ -56,9 +58,9 @@ class truncated_is(Correction):
 
     def __post_init__(self) -> None:
         if self.level not in ("token", "sequence"):
-            raise ValueError(f"level must be 'token' or 'sequence', got {self.level!r}")
+            raise InputError(f"level must be 'token' or 'sequence', got {self.level!r}")
         if not self.cap > 0:
-            raise ValueError(f"cap must be positive, got {self.cap}")
+            raise InputError(f"cap must be positive, got {self.cap}")
 
     @property
     def scope(self) -> Scope:  # type: ignore[override]

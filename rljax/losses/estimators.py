@@ -10,6 +10,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from rljax.errors import InputError
 from rljax.losses.base import clamped
 
 Estimator = Literal["k1", "k2", "k3"]
@@ -18,7 +19,7 @@ Estimator = Literal["k1", "k2", "k3"]
 def check_estimator(estimator: str) -> None:
     """Refuses an unknown estimator."""
     if estimator not in ("k1", "k2", "k3"):
-        raise ValueError(f"estimator must be 'k1', 'k2' or 'k3', got {estimator!r}")
+        raise InputError(f"estimator must be 'k1', 'k2' or 'k3', got {estimator!r}")
 
 
 def kl_estimate(

@@ -8,6 +8,7 @@ goes.
 import dataclasses
 from typing import ClassVar
 
+from rljax.errors import InputError
 from rljax.losses import groups
 from rljax.losses.base import Draft, Scope, Transform
 
@@ -75,7 +76,7 @@ class top_entropy(Mask):
 
     def __post_init__(self) -> None:
         if not 0 < self.quantile <= 1:
-            raise ValueError(f"quantile must be in (0, 1], got {self.quantile}: 0.2 is usual")
+            raise InputError(f"quantile must be in (0, 1], got {self.quantile}: 0.2 is usual")
 
     @property
     def needs(self) -> frozenset[str]:

@@ -13,6 +13,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Shaped
 
+from rljax.errors import InputError
+
 
 def total(x: Shaped[Array, "..."]) -> Shaped[Array, ""]:
     """Sums everything, rows first: faster on CPU than at one go, and rounds less."""
@@ -181,7 +183,7 @@ class Moments(struct.PyTreeNode):
             return {name: float(self.xy) / (xx * yy) ** 0.5} if xx > 0 and yy > 0 else {}
         if self.report == "explained_variance":
             return {name: 1.0 - yy / xx} if xx > 0 else {}
-        raise ValueError(
+        raise InputError(
             f"report must be std, pearson, ess or explained_variance, got {self.report!r}"
         )
 
@@ -208,7 +210,7 @@ class Histogram(struct.PyTreeNode):
     def merge(self, other: "Histogram") -> "Histogram":
         """Both together."""
         if self.edges != other.edges:
-            raise ValueError(f"histograms need the same edges, got {self.edges}, {other.edges}")
+            raise InputError(f"histograms need the same edges, got {self.edges}, {other.edges}")
         return Histogram(self.counts + other.counts, self.edges)
 
     def all_reduce(self, axis: str) -> "Histogram":

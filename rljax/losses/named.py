@@ -7,6 +7,7 @@ sampled, ρ = π_old/μ, sg stops the gradient, |y| counts a response's own toke
 
 import math
 
+from rljax.errors import InputError
 from rljax.losses.advantages import (
     batch_whiten,
     gae,
@@ -119,7 +120,7 @@ def dapo(
     Supply old_logp, and truncated and completion_length where there is a limit.
     """
     if (overlong_max is None) != (overlong_cache is None):
-        raise ValueError(
+        raise InputError(
             f"overlong_max and overlong_cache go together, got {overlong_max} and "
             f"{overlong_cache}: give both or neither"
         )

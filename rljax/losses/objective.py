@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rljax.batch import Batch, Rows
+from rljax.errors import InputError
 from rljax.losses import groups, reports
 from rljax.losses.advantages import Advantage
 from rljax.losses.base import Chain, Draft, PolicyOutputs, Step, is_traced, parts
@@ -91,7 +92,7 @@ class Objective:
         self._warn_of_token_weights()
         stateful = [r for r in self.regularisers if r.init_state()]
         if len(stateful) > 1:
-            raise ValueError(f"one regulariser may keep state, got {stateful}: keep one of them")
+            raise InputError(f"one regulariser may keep state, got {stateful}: keep one of them")
 
     def _refuse_misplaced(self) -> None:
         for name, kinds in _KINDS.items():
@@ -99,7 +100,7 @@ class Objective:
             for transform in parts(*value) if isinstance(value, tuple) else parts(value):
                 if not isinstance(transform, kinds):
                     wanted = " or ".join(kind.__name__ for kind in kinds)
-                    raise ValueError(
+                    raise InputError(
                         f"{name} takes what derives from {wanted}, got {transform!r}: "
                         "put it where it belongs"
                     )
@@ -107,7 +108,7 @@ class Objective:
     def _refuse_double_corrections(self) -> None:
         for transform in parts(self.policy):
             if self.corrections and isinstance(transform, Ratio) and transform.anchor == "rollout":
-                raise ValueError(
+                raise InputError(
                     f"{transform!r} is taken against the rollout policy already, got "
                     f"{self.corrections[0]!r} on top: drop it or use anchor='old'"
                 )
@@ -121,7 +122,7 @@ class Objective:
             if t.gates_tokens
         ]
         if coupling and gating:
-            raise ValueError(
+            raise InputError(
                 f"{gating[0]!r} judges single tokens, {coupling[0]!r} whole sequences, so that "
                 "rejected tokens would keep a gradient: use sequence_token_ratio or judge sequences"
             )
@@ -206,7 +207,7 @@ class Objective:
             chosen[np.asarray(index)] = True
             parted = np.intersect1d(group[chosen][inside[chosen]], group[~chosen][inside[~chosen]])
             if parted.size:
-                raise ValueError(
+                raise InputError(
                     f"prompt_mean needs whole groups in a mini-batch, got parts of {parted.size}: "
                     "choose mini_batch_size as a multiple of num_generations"
                 )
@@ -315,7 +316,7 @@ class Objective:
         """What each batch-scoped term chose."""
         terms = self._batch_terms()
         if len(rows.batch_stats) < len(terms):
-            raise ValueError(
+            raise InputError(
                 f"{terms[0]!r} looks at the whole optimizer batch, got no batch_stats: call "
                 "with_batch_stats on all of its rows before cutting them"
             )
@@ -331,7 +332,7 @@ class Objective:
             outputs = PolicyOutputs(outputs)
         shape = jnp.shape(outputs.logp)
         if shape != jnp.shape(rows.mask):
-            raise ValueError(
+            raise InputError(
                 f"logp must have the rows' shape {jnp.shape(rows.mask)}, got {shape}: "
                 "give one log-probability for each token of the same rows"
             )

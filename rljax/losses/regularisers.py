@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
+from rljax.errors import InputError
 from rljax.losses import groups
 from rljax.losses.base import Scope, Step, Transform, safe_exp
 from rljax.losses.estimators import Estimator, check_estimator, kl_estimate
@@ -173,7 +174,7 @@ class adaptive_entropy(Regulariser):
     def _coef(self, step: Step) -> Float[Array, ""]:
         """The coefficient as it acts now."""
         if "entropy_coef" not in step.state:
-            raise ValueError(
+            raise InputError(
                 f"{self!r} needs its state, got none: pass state=objective.init_state()"
             )
         active = step.state["entropy_last"] <= self.target
@@ -245,7 +246,7 @@ class clip_cov(BatchTerm):
     def choose(self, step: Step, key: PRNGKeyArray | None) -> Bool[Array, "R T"]:
         """The tokens to take away."""
         if key is None:
-            raise ValueError(f"{self!r} chooses at random, got no key: pass key=jax.random.key(..)")
+            raise InputError(f"{self!r} chooses at random, got no key: pass key=jax.random.key(..)")
         cov, kept = _covariance(step), step.counted()
         eligible = kept & (cov > self.low) & (cov < self.high)
         for clipped in (step.clipped_low, step.clipped_high):

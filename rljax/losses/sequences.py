@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from rljax.batch import Rows
+from rljax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,5 +86,5 @@ class Layout:
 
     def _slots(self) -> Int[Array, "R T"]:
         if self.segments is None:
-            raise ValueError("a layout of several sequences a row needs segments, got None")
+            raise InputError("a layout of several sequences a row needs segments, got None")
         return jnp.minimum(self.segments, self.count)

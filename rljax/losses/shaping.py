@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 
+from rljax.errors import InputError
 from rljax.losses.base import Draft, Scope, Transform
 from rljax.losses.estimators import Estimator, check_estimator, kl_estimate
 from rljax.losses.metrics import Mean
@@ -42,12 +43,12 @@ class soft_overlong(Shaping):
 
     def __post_init__(self) -> None:
         if not 0 < self.cache <= self.max_length:
-            raise ValueError(
+            raise InputError(
                 f"cache must be in 1 .. max_length, got cache={self.cache}, "
                 f"max_length={self.max_length}: a fifth of max_length is usual"
             )
         if self.truncated not in ("penalty_only", "add"):
-            raise ValueError(f"truncated must be 'penalty_only' or 'add', got {self.truncated!r}")
+            raise InputError(f"truncated must be 'penalty_only' or 'add', got {self.truncated!r}")
 
     def __call__(self, draft: Draft) -> Draft:
         """Sets `draft.rewards`."""

@@ -11,6 +11,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from rljax.errors import InputError
 from rljax.losses.base import (
     Anchor,
     Scope,
@@ -61,7 +62,7 @@ class ppo_clip(TrustRegion):
     def __post_init__(self) -> None:
         _refuse_negative(self, "low", "high")
         if self.dual is not None and not self.dual > 1:
-            raise ValueError(f"dual must be more than 1, got {self.dual}: 3 is usual")
+            raise InputError(f"dual must be more than 1, got {self.dual}: 3 is usual")
 
     def __call__(self, step: Step) -> Step:
         """Sets `step.surrogate`."""
@@ -122,7 +123,7 @@ class gmpo_clip(TrustRegion):
     def __call__(self, step: Step) -> Step:
         """Sets `step.surrogate`."""
         if step.log_ratio is None:
-            raise ValueError(f"{self!r} needs a ratio before it: put token_ratio() first")
+            raise InputError(f"{self!r} needs a ratio before it: put token_ratio() first")
         x, a = step.log_ratio, step.advantages
         low, high = (a < 0) & (x < -self.low), (a > 0) & (x > self.high)
         held = jnp.where(high, self.high, jnp.where(low, -self.low, x))
@@ -146,7 +147,7 @@ class sapo_gate(TrustRegion):
 
     def __post_init__(self) -> None:
         if not (self.tau_pos > 0 and self.tau_neg > 0):
-            raise ValueError(f"tau_pos and tau_neg must be positive, got {self!r}")
+            raise InputError(f"tau_pos and tau_neg must be positive, got {self!r}")
 
     def __call__(self, step: Step) -> Step:
         """Sets `step.surrogate`."""
@@ -176,7 +177,7 @@ class vespo_weight(TrustRegion):
     def __call__(self, step: Step) -> Step:
         """Sets `step.surrogate`."""
         if step.log_ratio is None:
-            raise ValueError(
+            raise InputError(
                 f"{self!r} needs a ratio before it: put sequence_ratio(normalize=False) first"
             )
         good = step.advantages >= 0
@@ -292,4 +293,4 @@ def _refuse_negative(transform: Transform, *names: str) -> None:
     for name in names:
         value = getattr(transform, name)
         if math.isnan(value) or value < 0:
-            raise ValueError(f"{name} must be at least 0, got {value} in {transform!r}")
+            raise InputError(f"{name} must be at least 0, got {value} in {transform!r}")

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
+from rljax.errors import InputError
 from rljax.losses.base import Transform
 from rljax.losses.sequences import Layout
 
@@ -101,7 +102,7 @@ class constant(Weights):
 
     def __post_init__(self) -> None:
         if not self.length > 0:
-            raise ValueError(f"length must be positive, got {self.length}: use the token budget")
+            raise InputError(f"length must be positive, got {self.length}: use the token budget")
 
     def weigh(self, kept: Any, keep: Any, group: Any, layout: Layout) -> Float[Array, "B _"]:
         """The weight of kept tokens."""

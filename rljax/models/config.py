@@ -6,6 +6,8 @@ import dataclasses
 import math
 from typing import Literal
 
+from rljax.errors import InputError
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
@@ -78,14 +80,14 @@ class Attention:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise InputError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads="
                 f"{self.num_kv_heads}; grouped-query attention needs whole groups"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings need pairs")
+            raise InputError(f"head_dim={self.head_dim} is odd; rotary embeddings need pairs")
         if self.window is not None and self.window < 1:
-            raise ValueError(f"window={self.window} must be at least 1; None is full attention")
+            raise InputError(f"window={self.window} must be at least 1; None is full attention")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,9 +121,9 @@ class LatentAttention:
 
     def __post_init__(self) -> None:
         if self.rope_dim % 2:
-            raise ValueError(f"rope_dim={self.rope_dim} is odd; rotary embeddings need pairs")
+            raise InputError(f"rope_dim={self.rope_dim} is odd; rotary embeddings need pairs")
         if self.scale_weight and not isinstance(self.rope_scaling, Yarn):
-            raise ValueError(
+            raise InputError(
                 f"scale_weight={self.scale_weight} weighs a stretching by YaRN, got rope_scaling="
                 f"{self.rope_scaling}; leave it at 0"
             )
@@ -184,19 +186,19 @@ class Experts:
 
     def __post_init__(self) -> None:
         if self.shared_gated and not self.shared_size:
-            raise ValueError("shared_gated=True needs a shared expert; give its shared_size")
+            raise InputError("shared_gated=True needs a shared expert; give its shared_size")
         if not 1 <= self.top_k <= self.num_experts:
-            raise ValueError(
+            raise InputError(
                 f"top_k={self.top_k} must lie between 1 and num_experts={self.num_experts}"
             )
         size, rest = divmod(self.num_experts, self.groups)
         if rest or size < 2 <= self.groups:
-            raise ValueError(
+            raise InputError(
                 f"groups={self.groups} must cut num_experts={self.num_experts} into equal groups "
                 "of two or more"
             )
         if not self.top_k <= self.top_groups * size <= self.num_experts:
-            raise ValueError(
+            raise InputError(
                 f"top_groups={self.top_groups} of {self.groups} groups of {size} must hold "
                 f"top_k={self.top_k} experts, and be no more than there are"
             )
@@ -231,7 +233,7 @@ class ModelConfig:
       dtype: Dtype of activations and matmul inputs; softmax, router and log-probabilities are
         float32 whatever it is.
       remat: Whether each layer's activations are recomputed in the backward pass.
-      expert_exchange: How tokens meet experts on other devices (see `experts.parallel_experts`);
+      expert_dispatch: How tokens meet experts on other devices (see `experts.parallel_experts`);
         None: as moves less.
       expert_backend: How rows are multiplied by their experts' matrices, as for
         `rljax_kernels.grouped_matmul`; None: as suits the devices.
@@ -251,7 +253,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: bool = False
-    expert_exchange: Literal["gather", "all_to_all"] | None = None
+    expert_dispatch: Literal["all_gather", "all_to_all"] | None = None
     expert_backend: Literal["ragged", "blocks", "native"] | None = None
     pipeline_repeats: int = 1
     pipeline_rows: int = 1
@@ -260,7 +262,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.expert_backend == "native" and self.dtype != "float32":
-            raise ValueError(
+            raise InputError(
                 f"expert_backend='native' computes in float32, got dtype={self.dtype!r}; mend one"
             )
 
@@ -288,7 +290,7 @@ class ModelConfig:
         """
         found = {b.feed_forward.top_k for b in self.layers if isinstance(b.feed_forward, Experts)}
         if len(found) > 1:
-            raise ValueError(f"mixture layers differ in top_k ({sorted(found)}); give all the same")
+            raise InputError(f"mixture layers differ in top_k ({sorted(found)}); give all the same")
         return found.pop() if found else 0
 
     @property

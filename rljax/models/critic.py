@@ -36,7 +36,7 @@ def init_critic(params: Params, config: ModelConfig, mesh: Mesh | None = None) -
         value = jnp.zeros(config.hidden_size, jnp.float32)
         return {"model": jax.tree.map(jnp.copy, params), "value": value}
 
-    return processes.in_turn(jax.jit(build, out_shardings=out))(params)
+    return processes.run_serially(jax.jit(build, out_shardings=out))(params)
 
 
 def abstract_critic(config: ModelConfig) -> Params:

@@ -16,7 +16,7 @@ from rljax_kernels import grouped_matmul as gmm
 from rljax.mesh import gather, varies, vary_alike, vary_over
 from rljax.models.config import Experts
 
-Exchange = Literal["gather", "all_to_all"]
+Exchange = Literal["all_gather", "all_to_all"]
 
 
 @struct.dataclass
@@ -180,7 +180,7 @@ def parallel_experts(
       weights: As for `experts`.
       spread: The mesh axes along which devices have different experts.
       activation: As for `experts`.
-      exchange: How tokens meet experts of other devices, with equal results. `gather` shows all
+      exchange: How tokens meet experts of other devices, with equal results. `all_gather` shows all
         tokens to all devices and adds up what each has to say. `all_to_all` sends a token to the
         devices that have one of its experts, and back. None: the one that moves less.
       backend: As for `experts`.
@@ -191,7 +191,7 @@ def parallel_experts(
     # Along the others of them, all devices have the same tokens.
     shown = tuple(axis for axis in spread if varies(x, axis))
     first = jax.lax.axis_index(spread) * here if spread else 0
-    exchange = exchange or cheaper_exchange(n, k, devices, _ragged_exchange())
+    exchange = exchange or cheaper_dispatch(n, k, devices, _ragged_exchange())
     if sliced and "down_bias" in params:  # the sum over slices is to hold it once
         params, once = vary_alike((params, jax.lax.axis_index("tensor") == 0))
         params["down_bias"] = jnp.where(once, params["down_bias"], 0)
@@ -215,7 +215,7 @@ def parallel_experts(
     return (jax.lax.psum(out, "tensor") if sliced else out).astype(x.dtype)
 
 
-def cheaper_exchange(tokens: int, k: int, devices: int, ragged: bool) -> Exchange:
+def cheaper_dispatch(tokens: int, k: int, devices: int, ragged: bool) -> Exchange:
     """The way by which tokens meet experts of other devices that moves less.
 
     A token goes to k devices at most. Few tokens cost latency, of which gather has less.
@@ -227,7 +227,7 @@ def cheaper_exchange(tokens: int, k: int, devices: int, ragged: bool) -> Exchang
       ragged: Whether only the rows that there are need to be sent; else all to all sends as much
         as gather.
     """
-    return "all_to_all" if ragged and devices > k and tokens >= 256 else "gather"
+    return "all_to_all" if ragged and devices > k and tokens >= 256 else "all_gather"
 
 
 def _ragged_exchange() -> bool:

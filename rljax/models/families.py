@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from rljax.errors import InputError
 from rljax.models.config import (
     Attention,
     Block,
@@ -104,7 +105,7 @@ def _rope(f: Fields) -> tuple[float, RopeScaling | Yarn | None]:
         "yarn": _read_yarn,
     }
     if kind not in readers:
-        raise ValueError(
+        raise InputError(
             f"{f.where}: rope_type={kind!r} is not supported, only 'default', 'llama3' and "
             "'yarn' are"
         )
@@ -117,7 +118,7 @@ def _rope(f: Fields) -> tuple[float, RopeScaling | Yarn | None]:
 def _needs(rope: Fields, kind: str, names: Sequence[str]) -> None:
     for name in names:
         if name not in rope:
-            raise ValueError(f"{rope.where}: rope_type={kind!r} needs {name!r}, which is absent")
+            raise InputError(f"{rope.where}: rope_type={kind!r} needs {name!r}, which is absent")
 
 
 def _read_llama3(rope: Fields, original: int) -> RopeScaling:
@@ -158,18 +159,18 @@ def _windows(f: Fields, window: int | None, slides: Callable[[int], bool]) -> li
         "layer_types", [_SLIDING if window and slides(i) else _FULL for i in range(count)]
     )
     if len(kinds) != count:
-        raise ValueError(
+        raise InputError(
             f"{f.where}: layer_types says {len(kinds)} layers, num_hidden_layers={count}; give one "
             "type for each layer"
         )
     for kind in kinds:
         if kind not in (_FULL, _SLIDING):
-            raise ValueError(
+            raise InputError(
                 f"{f.where}: layer_types holds {kind!r}, which is not supported; only {_FULL!r} "
                 f"and {_SLIDING!r} are"
             )
         if kind == _SLIDING and window is None:
-            raise ValueError(
+            raise InputError(
                 f"{f.where}: layer_types holds {kind!r}, but no sliding window is set; give "
                 "sliding_window, and use_sliding_window where the family has it"
             )
@@ -341,7 +342,7 @@ def _read_mixtral(f: Fields) -> ModelConfig:
 
 def _read_gpt_oss(f: Fields) -> ModelConfig:
     if "rope_scaling" not in f and "rope_parameters" not in f:
-        raise ValueError(f"{f.where} has neither rope_parameters nor rope_scaling; give one")
+        raise InputError(f"{f.where} has neither rope_parameters nor rope_scaling; give one")
     f.assume(num_key_value_heads=8, head_dim=64, rope_theta=150_000.0, rms_norm_eps=1e-5)
     f.must("swiglu_limit", CLAMP)
     f.must("swiglu_alpha", GAIN)
@@ -473,7 +474,7 @@ def _attentions(config: ModelConfig) -> list[Attention]:
     """Each layer's attention, in families that know no other kind."""
     found = [b.attention for b in config.layers if isinstance(b.attention, Attention)]
     if len(found) < config.num_layers:
-        raise ValueError(
+        raise InputError(
             f"family {config.family!r} cannot express latent attention; use 'deepseek_v3'"
         )
     return found
@@ -556,7 +557,7 @@ def _mixture(config: ModelConfig) -> Experts:
     for block in config.layers:
         if isinstance(block.feed_forward, Experts):
             return block.feed_forward
-    raise ValueError(
+    raise InputError(
         f"family {config.family!r} needs a layer with experts, got none; use a dense family"
     )
 
@@ -621,7 +622,7 @@ def _write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
 def _write_deepseek_v3(config: ModelConfig) -> dict[str, Any]:
     attention, mixture = config.layers[0].attention, _mixture(config)
     if not isinstance(attention, LatentAttention):
-        raise ValueError(f"family 'deepseek_v3' cannot express {attention}; use another family")
+        raise InputError(f"family 'deepseek_v3' cannot express {attention}; use another family")
     fields = _write_any(config)
     if attention.scale_weight:
         fields["rope_scaling"]["mscale_all_dim"] = attention.scale_weight
@@ -768,7 +769,7 @@ def family(name: str, where: str) -> Family:
       ValueError: There is none of that name.
     """
     if name not in FAMILIES:
-        raise ValueError(
+        raise InputError(
             f"{where}: model_type={name!r} is not supported; the families are {', '.join(FAMILIES)}"
         )
     return FAMILIES[name]
@@ -782,13 +783,13 @@ def read_fields(values: Mapping[str, Any], where: str) -> ModelConfig:
     """
     kind = values.get("model_type")
     if kind is None:
-        raise ValueError(f"{where} has no field 'model_type'; is it a model's config.json?")
+        raise InputError(f"{where} has no field 'model_type'; is it a model's config.json?")
     try:
         found = family(kind, where)
         quantised = values.get("quantization_config")
         if quantised:
             method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-            raise ValueError(
+            raise InputError(
                 f"{where}: quantization_config (quant_method={method!r}) is not supported; save "
                 "the model dequantised, in bfloat16"
             )
@@ -818,7 +819,7 @@ def write_fields(config: ModelConfig) -> dict[str, Any]:
             i = next(i for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b)
             name, want, got = f"layer {i}", want[i], got[i]
         if want != got:
-            raise ValueError(
+            raise InputError(
                 f"family {config.family!r} cannot express {name} {want}, only {got}; change the "
                 "configuration or its family"
             )

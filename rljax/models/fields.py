@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rljax.errors import InputError
+
 # Fields that change no logit: ids and limits of generation, bookkeeping, training-time losses.
 _INERT = frozenset(
     {
@@ -104,9 +106,9 @@ class Fields:
         """
         value = self.get(name, default)
         if value is None:
-            raise ValueError(f"{self.where} has no field {name!r}; the model cannot be built")
+            raise InputError(f"{self.where} has no field {name!r}; the model cannot be built")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{self.where}: {name}={value!r} must be a positive integer")
+            raise InputError(f"{self.where}: {name}={value!r} must be a positive integer")
         return value
 
     def number(self, name: str, default: float) -> float:
@@ -117,7 +119,7 @@ class Fields:
         """
         value = self.get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise ValueError(f"{self.where}: {name}={value!r} must be a positive number")
+            raise InputError(f"{self.where}: {name}={value!r} must be a positive number")
         return float(value)
 
     def must(self, name: str, value: Any) -> None:
@@ -128,7 +130,7 @@ class Fields:
         """
         got = self.get(name, value)
         if got != value:
-            raise ValueError(
+            raise InputError(
                 f"{self.where}: {name}={_short(got)} is not supported, only {_short(value)} is"
             )
 
@@ -141,7 +143,7 @@ class Fields:
         for name, value in self._values.items():
             known = name in self._read or name in inert or name.startswith("_")
             if not known and value not in (False, "", [], {}):
-                raise ValueError(
+                raise InputError(
                     f"{self.where}: field {name}={_short(value)} is not supported; if it changes "
                     "nothing in the model, take it out of the file"
                 )

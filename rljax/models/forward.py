@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 from rljax_kernels.cpu import Native
 
+from rljax.errors import InputError
 from rljax.mesh import (
     BATCH_AXES,
     Names,
@@ -408,7 +409,7 @@ def _mixture(
             weights,
             spread,
             c.activation,
-            config.expert_exchange,
+            config.expert_dispatch,
             config.expert_backend,
         )
         live = counted.reshape(-1).astype(jnp.float32)
@@ -769,8 +770,8 @@ def score_tokens(
     temperature: float = 1.0,
     routing: Int[Array, "B T layers k"] | None = None,
     chunk: int = 1024,
-    wanted: Bool[Array, "B T"] | None = None,
-    most_wanted: int | None = None,
+    score_mask: Bool[Array, "B T"] | None = None,
+    max_scored_tokens: int | None = None,
     prefix: Int[Array, "B T"] | None = None,
     load: Float[Array, "layers E"] | None = None,
     support: Int[Array, "B T S"] | None = None,
@@ -786,9 +787,9 @@ def score_tokens(
       temperature: Divides the logits.
       routing: Experts to replay.
       chunk: Tokens whose logits a device holds at a time, at least one of each row.
-      wanted: The tokens to score; others get 0. All but the first of a segment by default.
-      most_wanted: A bound on `wanted` tokens in a row. Logits are then formed for that many
-        tokens a row, which spares most of the output matmul where prompts are long. Wanted tokens
+      score_mask: The tokens to score; others get 0. All but the first of a segment by default.
+      max_scored_tokens: A bound on the scored tokens of a row. Logits are then formed for that
+        many tokens a row, which saves most of the output matmul where prompts are long. Tokens
         past the bound get NaN. Not used on a mesh with a context axis.
       prefix: The segment that a position sees besides its own, 0 for none: a prompt that several
         responses of its row share. Their first tokens are scored given its last.
@@ -803,23 +804,27 @@ def score_tokens(
       ValueError: The temperature is not above 0.
     """
     if isinstance(temperature, int | float) and not temperature > 0:
-        raise ValueError(
+        raise InputError(
             f"temperature={temperature} must be above 0: greedy decoding has no log-probabilities"
         )
     before, follows, router = states_before(
         params, config, tokens, positions, segments, prefix=prefix, routing=routing, load=load
     )
-    keep = follows if wanted is None else follows & wanted
+    keep = follows if score_mask is None else follows & score_mask
     rows = jnp.arange(tokens.shape[0])[:, None]
-    # Over `context` each device scores what it holds: the wanted may all lie on one of them.
-    if most_wanted is not None and most_wanted < tokens.shape[1] and not split("context"):
-        # The wanted places first, in order; the rest of the bound is filled with others.
-        place = jnp.argsort(~keep, axis=1, stable=True)[:, :most_wanted]
+    # Over `context` each device scores what it holds: the scored tokens may all lie on one of them.
+    if (
+        max_scored_tokens is not None
+        and max_scored_tokens < tokens.shape[1]
+        and not split("context")
+    ):
+        # The scored places first, in order; the rest of the bound is filled with others.
+        place = jnp.argsort(~keep, axis=1, stable=True)[:, :max_scored_tokens]
         kept = None if support is None else support[rows, place]
         logp, entropy = _score(
             params, config, before[rows, place], tokens[rows, place], temperature, chunk, kept
         )
-        # A row with more wanted tokens than the bound shows it, as NaN.
+        # A row with more scored tokens than the bound shows it, as NaN.
         unknown = jnp.full(tokens.shape, jnp.nan, jnp.float32)
         logp = unknown.at[rows, place].set(logp)
         entropy = unknown.at[rows, place].set(entropy)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rljax.errors import InputError
 from rljax.models.config import Attention, Block, Dense, ModelConfig, Stack
 from rljax.models.fields import Fields
 from rljax.models.weights import (
@@ -63,7 +64,7 @@ def _package() -> ModuleType:
     try:
         import gguf
     except ImportError as e:
-        raise ValueError(
+        raise InputError(
             "reading .gguf files needs the package gguf; install it: pip install 'rljax[gguf]'"
         ) from e
     return gguf
@@ -88,7 +89,7 @@ class File:
         try:
             reader = self._gguf.GGUFReader(path)
         except Exception as e:  # the package raises many kinds
-            raise ValueError(f"{path} cannot be read as GGUF ({e}); fetch it again") from e
+            raise InputError(f"{path} cannot be read as GGUF ({e}); fetch it again") from e
         # Only places are kept: the reader maps the whole file and would hold it in memory.
         self._places = {
             t.name: (int(t.data_offset), tuple(t.data.shape), t.data.dtype, t.tensor_type)
@@ -101,7 +102,7 @@ class File:
             if not name.startswith("tokenizer.")
         }
         if "rope_freqs.weight" in self.shapes:
-            raise ValueError(
+            raise InputError(
                 f"{path}: rope_freqs.weight (scaled rotary frequencies) is not supported in GGUF "
                 "files; load the model's Hugging Face folder instead"
             )
@@ -129,7 +130,7 @@ def _config(values: dict[str, Any], vocab: int | None, tied: bool, where: str) -
     """The configuration that a GGUF file's metadata describe."""
     family: str = values.get("general.architecture", "")
     if family not in TABLES:
-        raise ValueError(
+        raise InputError(
             f"{where}: general.architecture={family!r} is not supported in GGUF files, only "
             f"{', '.join(TABLES)} are; load the model's Hugging Face folder instead"
         )

@@ -15,6 +15,8 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from rljax.errors import InputError
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -42,7 +44,7 @@ class Folder:
         for file in _weight_files(path):
             for name, (shape, dtype) in _header(path / file).items():
                 if dtype not in _FLOATS:
-                    raise ValueError(
+                    raise InputError(
                         f"{path / file}: weight {name!r} is stored as {dtype}; only "
                         f"{', '.join(_FLOATS)} are read: save it unquantised"
                     )
@@ -73,7 +75,7 @@ def _weight_files(path: Path) -> list[str]:
         files = sorted(set(read_json(path / INDEX).get("weight_map", {}).values()))
         for file in files:
             if not (path / file).is_file():
-                raise ValueError(f"{path / INDEX} names {file!r}, which is not there; fetch it too")
+                raise InputError(f"{path / INDEX} names {file!r}, which is not there; fetch it too")
         if files:
             return files
     if (path / SINGLE).is_file():
@@ -86,7 +88,7 @@ def _weight_files(path: Path) -> list[str]:
         if others
         else "fetch the weights first"
     )
-    raise ValueError(f"model folder {path} has no {SINGLE} and no {INDEX}; {mend}")
+    raise InputError(f"model folder {path} has no {SINGLE} and no {INDEX}; {mend}")
 
 
 def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -95,7 +97,7 @@ def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
             slices = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118
             return {n: (tuple(s.get_shape()), str(s.get_dtype())) for n, s in slices.items()}
     except Exception as e:  # safetensors raises its own kinds
-        raise ValueError(f"{file} cannot be read as safetensors ({e}); fetch it again") from e
+        raise InputError(f"{file} cannot be read as safetensors ({e}); fetch it again") from e
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -105,13 +107,13 @@ def read_json(file: Path) -> dict[str, Any]:
       ValueError: It is missing or cannot be parsed.
     """
     if not file.is_file():
-        raise ValueError(f"{file} is not there; a model folder needs it beside its weights")
+        raise InputError(f"{file} is not there; a model folder needs it beside its weights")
     try:
         found = json.loads(file.read_text())
     except ValueError as e:
-        raise ValueError(f"{file} is not valid JSON ({e}); fetch it again") from e
+        raise InputError(f"{file} is not valid JSON ({e}); fetch it again") from e
     if not isinstance(found, dict):
-        raise ValueError(f"{file} holds a {type(found).__name__}, not an object; fetch it again")
+        raise InputError(f"{file} holds a {type(found).__name__}, not an object; fetch it again")
     return found
 
 

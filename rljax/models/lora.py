@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray
 
 from rljax import mesh as meshes
+from rljax.errors import InputError
 from rljax.models.config import ModelConfig
 from rljax.models.parameters import Parameter, Params, declare, initial, lay_out, names, path_name
 
@@ -38,9 +39,9 @@ class Lora:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ValueError(f"rank={self.rank} of adapters must be at least 1")
+            raise InputError(f"rank={self.rank} of adapters must be at least 1")
         if not self.targets:
-            raise ValueError("targets=() adapts nothing; name matrices such as attention/q")
+            raise InputError("targets=() adapts nothing; name matrices such as attention/q")
 
 
 def adapted(config: ModelConfig, lora: Lora) -> dict[str, Parameter]:
@@ -59,7 +60,7 @@ def adapted(config: ModelConfig, lora: Lora) -> dict[str, Parameter]:
         hits = {n: p for n, p in matrices.items() if fnmatch.fnmatch(f"/{n}", f"*/{target}")}
         if not hits:
             ends = sorted({"/".join(n.split("/")[-2:]) for n in matrices})
-            raise ValueError(
+            raise InputError(
                 f"targets={target!r} names no matrix of the model; there are {', '.join(ends)}"
             )
         found |= hits

@@ -13,6 +13,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from rljax import mesh as meshes
 from rljax import processes
+from rljax.errors import InputError
 from rljax.models.config import (
     Attention,
     Block,
@@ -269,10 +270,10 @@ def initial(
         return jax.tree.unflatten(structure, values)
 
     out = None if mesh is None else lay_out(tree, mesh, rules)
-    return processes.in_turn(jax.jit(build, out_shardings=out))(key)
+    return processes.run_serially(jax.jit(build, out_shardings=out))(key)
 
 
-def for_compute(params: Params, config: ModelConfig) -> Params:
+def cast_for_compute(params: Params, config: ModelConfig) -> Params:
     """Weights in the dtypes that the forward pass uses; those already in it stay as they are.
 
     Matrices are in `config.dtype`, norms and routers in float32. The forward pass casts so by
@@ -325,7 +326,7 @@ def check(params: Params, config: ModelConfig) -> None:
     want, got = flat(declare(config)), flat(params)
     for name in sorted(want.keys() | got.keys()):
         if want.get(name) != got.get(name):
-            raise ValueError(
+            raise InputError(
                 f"parameter {name}: the configuration says {want.get(name, 'absent')}, "
                 f"got {got.get(name, 'absent')}"
             )

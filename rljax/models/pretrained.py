@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from rljax import mesh as meshes
+from rljax.errors import InputError
 from rljax.models import families, gguf, huggingface, weights
 from rljax.models.config import ModelConfig
 from rljax.models.parameters import Params, check, declare
@@ -56,7 +57,7 @@ def from_pretrained(
     """
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"dtype={dtype.name} of parameters must be a float such as float32")
+        raise InputError(f"dtype={dtype.name} of parameters must be a float such as float32")
     if compute_dtype is None:
         compute_dtype = "bfloat16" if dtype == jnp.bfloat16 else "float32"
     path = Path(path)
@@ -64,12 +65,12 @@ def from_pretrained(
     unused: tuple[str, ...] = ()
     if path.suffix == ".gguf" and not path.is_dir():
         if not path.is_file():
-            raise ValueError(f"model file {path} is not there; fetch it first")
+            raise InputError(f"model file {path} is not there; fetch it first")
         store = file = gguf.File(path)
         config, table = file.config, gguf.TABLES[file.config.family]
     else:
         if not path.is_dir():
-            raise ValueError(
+            raise InputError(
                 f"model folder {path} is not there; give a folder with config.json and "
                 "safetensors, or a .gguf file"
             )
@@ -106,7 +107,7 @@ def _check_tied(store: weights.Store, embed: str, output: str, where: str) -> No
             cut = (slice(i, min(i + step, rows)), slice(0, width))
             same = same and np.array_equal(store.read(embed, cut), store.read(output, cut))
     if not same:
-        raise ValueError(
+        raise InputError(
             f"{where}: tie_word_embeddings is true but {output!r} differs from {embed!r}; set it "
             "to false in config.json"
         )

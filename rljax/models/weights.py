@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from rljax import mesh as meshes
 from rljax import processes
+from rljax.errors import InputError
 from rljax.models.config import Experts, LatentAttention, ModelConfig
 from rljax.models.parameters import Parameter, Params, declare
 
@@ -195,7 +196,7 @@ def entries(config: ModelConfig, table: Table) -> list[Entry]:
                 within = ("experts" if mixture else "dense", *within[1:])
         key = "/".join(map(str, within))
         if key not in table:
-            raise ValueError(
+            raise InputError(
                 f"family {config.family!r} stores no parameter {key!r}; change the configuration "
                 "or its family"
             )
@@ -243,12 +244,12 @@ def check_names(
     for name, shape in wanted.items():
         if shapes.get(name) != shape:
             got = shapes.get(name, "no such weight")
-            raise ValueError(
+            raise InputError(
                 f"{where}: weight {name!r} must be {shape} by the configuration, got {got}"
             )
     for name in shapes:
         if name not in wanted and not name.endswith(tuple(optional)):
-            raise ValueError(
+            raise InputError(
                 f"{where}: weight {name!r} {shapes[name]} has no place in the configuration, "
                 "which says no such weight; is it of another family?"
             )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rljax.errors import InputError
 from rljax.monitoring import jsonl
 from rljax.monitoring.metrics_log import METRICS_FILE
 
@@ -78,7 +79,7 @@ def plot_curves(run_dir: str | os.PathLike[str]) -> Path:
         if (found := {tag: series[tag] for tag in series if re.fullmatch(chart.pattern, tag)})
     ]
     if not filled:
-        raise ValueError(
+        raise InputError(
             f"nothing to draw in {run_dir / METRICS_FILE}, got {len(series)} other tags; "
             "give the directory of a run that logged reward/mean or eval/..."
         )

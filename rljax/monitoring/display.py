@@ -22,6 +22,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rljax.errors import InputError
+
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WINDOW = 50  # steps over which the pace is measured
 _POINTS = 64  # kept points of a history
@@ -135,7 +137,7 @@ class LiveDisplay:
             quiet: Whether to show nothing at all: another process of the run does.
         """
         if total_steps < 1:
-            raise ValueError(
+            raise InputError(
                 f"total_steps must be at least 1, got {total_steps}; pass the last step"
             )
         self._total = total_steps

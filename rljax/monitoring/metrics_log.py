@@ -14,6 +14,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.summary_pb2 import Summary
 
+from rljax.errors import InputError
 from rljax.monitoring import jsonl
 from rljax.monitoring.tags import find_tag
 
@@ -139,15 +140,15 @@ class MetricsLog:
 
 def _number(tag: str, value: Any) -> float:
     if tag in ("step", "time"):
-        raise ValueError(f"tag {tag!r} is taken by the line itself; rename it")
+        raise InputError(f"tag {tag!r} is taken by the line itself; rename it")
     try:
         if isinstance(value, str):  # numpy would read one
             raise TypeError
         array = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError):
-        raise ValueError(f"value of {tag!r} must be a number, got {value!r}") from None
+        raise InputError(f"value of {tag!r} must be a number, got {value!r}") from None
     if array.size != 1:
-        raise ValueError(f"value of {tag!r} must be one number, got shape {array.shape}; reduce it")
+        raise InputError(f"value of {tag!r} must be one number, got shape {array.shape}; reduce it")
     return array.item()
 
 

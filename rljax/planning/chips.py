@@ -8,6 +8,8 @@ import os
 import re
 from typing import Any
 
+from rljax.errors import InputError
+
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
@@ -78,11 +80,11 @@ class Topology:
         """
         name, _, grid = text.strip().lower().partition(":")
         if name not in CHIPS:
-            raise ValueError(
+            raise InputError(
                 f"topology={text!r}: chip {name!r} is unknown; the chips are {', '.join(CHIPS)}"
             )
         if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", grid):
-            raise ValueError(
+            raise InputError(
                 f"topology={text!r}: {grid!r} is not a grid of chips; write {name}:4x4 or {name}:16"
             )
         return cls(text.strip().lower(), CHIPS[name], math.prod(map(int, grid.split("x"))))
@@ -94,7 +96,7 @@ class Topology:
           ValueError: They are no TPUs, libtpu is not installed, or it knows no such slice.
         """
         if not self.chip.tpu:
-            raise ValueError(
+            raise InputError(
                 f"topology={self.name!r}: programs are compiled for described TPUs only; leave "
                 "out compile, or plan for v5e, v5p or v6e"
             )
@@ -112,18 +114,18 @@ class Topology:
         except jax.errors.JaxRuntimeError as error:
             if "INVALID_ARGUMENT" not in str(error):
                 raise
-            raise ValueError(
+            raise InputError(
                 f"topology={self.name!r}: libtpu knows no such slice "
                 f"({str(error).splitlines()[0]}); take one that can be rented, such as v5p:4x4x4"
             ) from None
         except (RuntimeError, OSError, ImportError) as error:
-            raise ValueError(
+            raise InputError(
                 f"topology={self.name!r}: chips are described by libtpu, which is not installed "
                 f"({str(error).splitlines()[0]}); install the extra tpu (pip install 'jax[tpu]'), "
                 "or leave out compile"
             ) from None
         if len(found.devices) != self.num_chips:
-            raise ValueError(
+            raise InputError(
                 f"topology={self.name!r} has {self.num_chips} chips, libtpu describes "
                 f"{len(found.devices)} devices; take a slice whose chips are one device each"
             )

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from rljax import mesh as meshes
 from rljax.models import Attention, LatentAttention, ModelConfig
-from rljax.models.experts import cheaper_exchange
+from rljax.models.experts import cheaper_dispatch
 from rljax.models.pipeline import Schedule
 from rljax.planning.placement import Placed, compute_width
 from rljax.planning.work import Work
@@ -274,8 +274,8 @@ def _met_experts(
     layers = len(config.mixture_layers)
     sent = passes * layers * hidden_bytes(config, tokens)
     answered = answers * layers * 4 * int(tokens * config.hidden_size)
-    way = config.expert_exchange or cheaper_exchange(int(tokens), config.top_k, devices, True)
-    if way == "gather":
+    way = config.expert_dispatch or cheaper_dispatch(int(tokens), config.top_k, devices, True)
+    if way == "all_gather":
         yield Collective(
             "all-gather",
             axis,

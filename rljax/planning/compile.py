@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from rljax import mesh as meshes
 from rljax.config import OptimizerSettings
+from rljax.errors import InputError
 from rljax.models import ModelConfig
 from rljax.planning.communication import Collective
 from rljax.planning.hlo import read_collectives
@@ -85,7 +86,7 @@ def compile_update(
         OBJECTIVE,
         optimizer,
         temperature=1.0,
-        most_wanted=work.max_completion_length,
+        max_scored_tokens=work.max_completion_length,
         parts=work.parts(mesh),
         replay=config.top_k > 0,
         on_host=on_host,
@@ -133,7 +134,7 @@ def _compile(name: str, lowered: jax.stages.Lowered, mesh: Mesh, started: float)
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             found = ", ".join(f"{size(n)} {a}" for n, a in _largest(_dumped(folder, _REPORT), 2))
-            raise ValueError(
+            raise InputError(
                 f"the {name} step does not fit this mesh: {str(error).splitlines()[0]} The largest "
                 f"arrays, one after the other: {_short(found)}; split the weights over more "
                 "devices, or take fewer slots or shorter rows"

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from rljax import mesh as meshes
+from rljax.errors import InputError
 from rljax.models import ModelConfig
 from rljax.planning.placement import Placed, place
 
@@ -45,7 +46,7 @@ def draw(
     weight = next((p for p in placed if p.name.endswith(parameter)), None)
     if weight is None:
         names = ", ".join(p.name for p in placed)
-        raise ValueError(f"parameter {parameter!r} is not one of the model's: {names}")
+        raise InputError(f"parameter {parameter!r} is not one of the model's: {names}")
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
     used = [axis for axis in meshes.AXES if mesh.shape[axis] > 1] or [meshes.AXES[0]]
     shards = _shard_numbers(mesh, weight, used)

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from rljax import mesh as meshes
+from rljax.errors import InputError
 from rljax.models import Block, Experts, ModelConfig
 from rljax.models.pipeline import Schedule
 from rljax.planning.communication import hidden_bytes
@@ -108,7 +109,7 @@ def kv_pool(mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work) -> int:
     """
     shards = meshes.batch_shards(mesh)
     if work.pages % shards:
-        raise ValueError(
+        raise InputError(
             f"num_pages={work.pages} do not divide over stage×data×fsdp×expert = {shards}; use a "
             "multiple"
         )

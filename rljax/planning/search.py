@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rljax import mesh as meshes
+from rljax.errors import InputError
 from rljax.models import ModelConfig
 from rljax.planning.chips import Topology
 from rljax.planning.plan import Plan, plan
@@ -57,7 +58,7 @@ def search(
         if nearest is not None:
             need = size(nearest.peak)
             reason = f"the least is {need} a device on {nearest.layout.mesh}"
-        raise ValueError(
+        raise InputError(
             f"no mesh of {topology.name} ({size(topology.chip.memory)} a chip) holds it: {reason}; "
             "take more chips, fewer slots or shorter rows"
         )

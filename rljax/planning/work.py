@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from rljax import losses as L
 from rljax import mesh as meshes
 from rljax.batch import Batch, Rows
+from rljax.errors import InputError
 from rljax.models import ModelConfig
 from rljax.models.pipeline import Schedule, schedule
 from rljax.training.update import micro_batches
@@ -51,9 +52,9 @@ class Work:
             least = 0 if field.name in ("micro_batch_size", "num_pages") else 1
             value = getattr(self, field.name)
             if value < least:
-                raise ValueError(f"{field.name}={value} must be at least {least}")
+                raise InputError(f"{field.name}={value} must be at least {least}")
         if self.responses % self.mini_batch_size:
-            raise ValueError(
+            raise InputError(
                 f"mini_batch_size={self.mini_batch_size} must divide the {self.responses} "
                 "responses of a step (prompts_per_step × num_generations)"
             )
@@ -98,7 +99,7 @@ class Work:
         """
         context = mesh.shape["context"]
         if self.length % context:
-            raise ValueError(
+            raise InputError(
                 f"rows of max_prompt_length + max_completion_length = {self.length} tokens do not "
                 f"divide over context={context}; change one of them"
             )

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rljax.errors import InputError
 from rljax.rewards import worker
 from rljax.rewards.worker import Outcome
 
@@ -117,13 +118,13 @@ class RewardProcess:
         try:
             self._requests.send_bytes(pickle.dumps(setup))
             if not self._replies.poll(STARTUP_S):
-                raise ValueError(
+                raise InputError(
                     f"loading the reward function took longer than {STARTUP_S:g} s: import less"
                 )
             state, reply = self._replies.recv()
         except (EOFError, OSError):
             status = self._kill()
-            raise ValueError(
+            raise InputError(
                 f"loading the reward function ended its process ({status}): mend its imports"
             ) from None
         except ValueError:
@@ -131,7 +132,7 @@ class RewardProcess:
             raise
         if state == "failed":
             self._kill()
-            raise ValueError(reply)
+            raise InputError(reply)
         return reply
 
     def _kill(self) -> str:
@@ -167,7 +168,7 @@ def _pickle(function: Callable[..., Any]) -> bytes:
         return cloudpickle.dumps(function)
     except Exception as error:
         name = getattr(function, "__name__", repr(function))
-        raise ValueError(
+        raise InputError(
             f"reward function {name} cannot be sent to its process "
             f"({worker.one_line(error)}): keep it in a file and name it path/to/file.py:{name}"
         ) from None

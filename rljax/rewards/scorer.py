@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 from jaxtyping import Bool, Float32
 
+from rljax.errors import InputError
 from rljax.rewards import worker
 from rljax.rewards.process import Reply, RewardProcess
 from rljax.rewards.verifiers import VERIFIERS
@@ -91,21 +92,21 @@ class Scorer:
             ValueError: Where a function cannot be loaded, or a number does not fit.
         """
         if isinstance(functions, str) or not functions:
-            raise ValueError(
+            raise InputError(
                 f"functions={functions!r} is not a list of reward functions: give at least one of "
                 f"{', '.join(VERIFIERS)}, path/to/file.py:function, module:function"
             )
         if weights is None:
             weights = (1.0,) * len(functions)
         if len(weights) != len(functions) or not all(map(math.isfinite, weights)):
-            raise ValueError(
+            raise InputError(
                 f"weights={tuple(weights)} do not fit {len(functions)} reward functions: give one "
                 "finite weight for each"
             )
         if not timeout_s > 0:
-            raise ValueError(f"timeout_s={timeout_s} is not positive: give seconds")
+            raise InputError(f"timeout_s={timeout_s} is not positive: give seconds")
         if max_hangs < 1:
-            raise ValueError(f"max_hangs={max_hangs} is too small: use at least 1")
+            raise InputError(f"max_hangs={max_hangs} is too small: use at least 1")
         self.weights = tuple(float(w) for w in weights)
         self.timeout_s = float(timeout_s)
         self.max_hangs = max_hangs
@@ -133,14 +134,14 @@ class Scorer:
         have = list(columns)
         taken = [name for name in RESERVED if name in have]
         if taken:
-            raise ValueError(
+            raise InputError(
                 f"data column {taken[0]!r} has the name of an argument of reward functions: "
                 "rename the column"
             )
         for name, function in zip(self.names, self._functions, strict=True):
             missing = sorted(function.requires.difference(have, RESERVED))
             if missing:
-                raise ValueError(
+                raise InputError(
                     f"reward function {name} requires the argument {missing[0]!r}, which the data "
                     f"lack (columns {', '.join(have) or 'none'}): add the column or give the "
                     "argument a default"
@@ -180,7 +181,7 @@ class Scorer:
             arguments[name] = values
         for name, values in arguments.items():
             if len(values) != size:
-                raise ValueError(
+                raise InputError(
                     f"{name} has {len(values)} values for {size} prompts: give one for each"
                 )
         components = np.full((size, len(self._functions)), np.nan, np.float32)
@@ -225,7 +226,7 @@ class Scorer:
     ) -> "_InProcess | RewardProcess":
         if isinstance(function, str) and ":" not in function:
             if function not in VERIFIERS:
-                raise ValueError(
+                raise InputError(
                     f"reward function {function!r} is unknown: use one of {', '.join(VERIFIERS)}, "
                     "path/to/file.py:function or module:function"
                 )

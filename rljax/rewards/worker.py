@@ -24,6 +24,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from rljax.errors import InputError
+
 # Each sample's outcome: a score, or one line that says why there is none.
 Outcome = float | str
 
@@ -44,14 +46,14 @@ def load_function(reference: str) -> Callable[..., Any]:
     """
     where, _, name = reference.rpartition(":")
     if not where or not name:
-        raise ValueError(
+        raise InputError(
             f"reward function {reference!r} is not of the form path/to/file.py:function or "
             "module:function: write it so"
         )
     if where.endswith(".py"):
         path = Path(where)
         if not path.is_file():
-            raise ValueError(f"reward function {reference!r}: no file {where!r}: mend the path")
+            raise InputError(f"reward function {reference!r}: no file {where!r}: mend the path")
         sys.path.append(str(path.parent.resolve()))  # so that it can import its neighbours
         spec = importlib.util.spec_from_file_location(f"_reward_{path.stem}", path)
         assert spec is not None and spec.loader is not None
@@ -67,7 +69,7 @@ def load_function(reference: str) -> Callable[..., Any]:
             for n, v in vars(module).items()
             if inspect.isfunction(v) and v.__module__ == module.__name__
         ]
-        raise ValueError(
+        raise InputError(
             f"reward function {reference!r}: {where!r} has no function {name!r}, it has "
             f"{', '.join(defined) or 'none'}: mend the name"
         )

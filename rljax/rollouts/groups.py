@@ -10,6 +10,7 @@ import numpy as np
 
 from rljax.batch import Batch
 from rljax.data import Prompt, Tokenizer
+from rljax.errors import InputError
 from rljax.losses import Mean
 from rljax.rewards import Scorer
 from rljax.sampling import Response
@@ -94,11 +95,11 @@ def make_batch(groups: list[ScoredGroup], length: int | None = None) -> Batch:
     """
     rows = [(i, g, k) for i, g in enumerate(groups) for k in range(len(g.responses))]
     if not rows:
-        raise ValueError("a batch needs at least one group, got none")
+        raise InputError("a batch needs at least one group, got none")
     sizes = [len(g.prompt.tokens) + len(g.responses[k].tokens) for _, g, k in rows]
     length = max(sizes) if length is None else length
     if max(sizes) > length:
-        raise ValueError(
+        raise InputError(
             f"a response with its prompt has {max(sizes)} tokens; length={length} is "
             "too short for it"
         )

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 from rljax_kernels import cpu
 
+from rljax.errors import InputError
 from rljax.mesh import BATCH_AXES
 from rljax.models.config import LatentAttention, ModelConfig
 from rljax.models.forward import Attend
@@ -43,7 +44,7 @@ def make_pool(config: ModelConfig, num_pages: int, page_size: int) -> Pool:
         for a in (block.attention for block in config.layers)
     }
     if len(shapes) > 1:
-        raise ValueError(
+        raise InputError(
             f"layers differ in (arrays, kv_heads, head_dim) ({sorted(shapes)}); one pool "
             "holds equal layers only"
         )

@@ -18,8 +18,9 @@ from rljax_kernels import cpu
 
 from rljax import mesh as meshes
 from rljax import models, processes
+from rljax.errors import EngineStateError, InputError
 from rljax.models.config import LatentAttention, ModelConfig
-from rljax.sampling import cache, decode, handover, layers
+from rljax.sampling import cache, decode, layers, weight_sync
 from rljax.sampling.rows import Rows, Shapes, arrange, bucket, buckets
 from rljax.sampling.scheduler import Fill, Group, Shard
 from rljax.sampling.scheduler import Sequence as Sample
@@ -59,7 +60,7 @@ class Engine:
 
     Attributes:
       version: Version of the weights that are loaded.
-      put_back: How many sequences were put back for want of pages, so far.
+      num_preemptions: How many sequences were put back for want of pages, so far.
       prefix_hits: How many tokens of prompts were found in cached pages, so far.
       steps: How many decode steps were run, so far (summed over shards).
       moved: Bytes of weights that the last `load` laid out anew or brought from other devices.
@@ -152,14 +153,14 @@ class Engine:
         self._shards = meshes.batch_shards(mesh)
         most = -(-max_length // page_size)
         if slots % self._shards:
-            raise ValueError(
+            raise InputError(
                 f"slots={slots} do not divide over stage×data×fsdp×expert = {self._shards}; "
                 "use a multiple"
             )
         if max_support < 0:
-            raise ValueError(f"max_support={max_support} must be 0 (off) or more")
+            raise InputError(f"max_support={max_support} must be 0 (off) or more")
         if not 0 <= top_logprobs <= config.vocab_size:
-            raise ValueError(
+            raise InputError(
                 f"top_logprobs={top_logprobs} must lie between 0 and the vocabulary's "
                 f"{config.vocab_size}"
             )
@@ -168,13 +169,13 @@ class Engine:
         self._slots, self._most_pages = slots // self._shards, most
         num_pages = (2 * most * slots) if num_pages is None else num_pages
         if num_pages % self._shards:
-            raise ValueError(
+            raise InputError(
                 f"num_pages={num_pages} do not divide over stage×data×fsdp×expert = "
                 f"{self._shards}; use a multiple"
             )
         self._num_pages = num_pages // self._shards
         if self._num_pages < most + 1:
-            raise ValueError(
+            raise InputError(
                 f"num_pages={num_pages} gives a shard {self._num_pages} pages of {page_size}; one "
                 f"sequence of max_length={max_length} needs {most + 1}"
             )
@@ -205,9 +206,9 @@ class Engine:
         self._groups: list[Group] | None = None  # of the call that is under way
 
     @property
-    def put_back(self) -> int:
+    def num_preemptions(self) -> int:
         """How many sequences were put back for want of pages, so far."""
-        return sum(s.put_back for s in self._plan)
+        return sum(s.num_preemptions for s in self._plan)
 
     @property
     def prefix_hits(self) -> int:
@@ -241,7 +242,7 @@ class Engine:
         """
         models.check(params, self.config)
         if version < self.version:
-            raise ValueError(
+            raise InputError(
                 f"version {version} is older than the loaded {self.version}; versions only rise"
             )
         self._params = self._adopt(params, version)
@@ -263,7 +264,7 @@ class Engine:
     def _wanted(self, config: ModelConfig) -> models.Params:
         """Shapes, dtypes and layout of the weights that the programs of a model take."""
         laid = models.abstract(config, mesh=self.mesh, rules=self._rules)
-        cast = jax.eval_shape(lambda p: models.for_compute(p, config), laid)
+        cast = jax.eval_shape(lambda p: models.cast_for_compute(p, config), laid)
         return jax.tree.map(
             lambda x, w: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=w.sharding), cast, laid
         )
@@ -286,7 +287,7 @@ class Engine:
             return params
         started = time.perf_counter()
         near = all(map(here, jax.tree.leaves(params)))
-        params = self._convert(params) if near else handover.move(params, wanted)
+        params = self._convert(params) if near else weight_sync.move(params, wanted)
         jax.block_until_ready(params)
         self.moved = sum(x.nbytes for x in jax.tree.leaves(params))
         _log.debug(
@@ -304,8 +305,8 @@ class Engine:
         out = None
         if self.mesh is not None:
             out = models.shardings(self.config, self.mesh, self._rules)
-        convert = jax.jit(lambda p: models.for_compute(p, self.config), out_shardings=out)
-        return processes.in_turn(convert)
+        convert = jax.jit(lambda p: models.cast_for_compute(p, self.config), out_shardings=out)
+        return processes.run_serially(convert)
 
     # The compiled programs, one for each shape bucket that comes up.
 
@@ -328,7 +329,7 @@ class Engine:
                 out_specs=out_specs,
                 axis_names=set(meshes.AXES) - {"tensor"},  # which XLA splits
             )
-        return processes.in_turn(
+        return processes.run_serially(
             jax.jit(function, donate_argnums=(in_specs.index(_POOL),), out_shardings=out)
         )
 
@@ -476,9 +477,9 @@ class Engine:
           ValueError: It has no such prompt.
         """
         if self._groups is None:
-            raise RuntimeError("no generate() is under way; cancel between two of its groups")
+            raise EngineStateError("no generate() is under way; cancel between two of its groups")
         if not 0 <= prompt_index < len(self._groups):
-            raise ValueError(
+            raise InputError(
                 f"prompt_index={prompt_index} is not one of the {len(self._groups)} prompts; "
                 "count from 0"
             )
@@ -502,22 +503,22 @@ class Engine:
         self, prompts: Any, g: int, sampling: Any, seed: int, prompt_ids: Any, draws: Any
     ) -> list[Group]:
         if self._params is None:
-            raise RuntimeError("the engine has no weights; call load(params, version) first")
+            raise EngineStateError("the engine has no weights; call load(params, version) first")
         if g < 1:
-            raise ValueError(f"num_generations={g} must be at least 1")
+            raise InputError(f"num_generations={g} must be at least 1")
         n = len(prompts)
         each = [sampling] * n if isinstance(sampling, SamplingParams) else list(sampling)
         if len(each) == n:
             each = [params for params in each for _ in range(g)]
         ids = list(range(n)) if prompt_ids is None else [int(i) for i in prompt_ids]
         if len(each) != n * g:
-            raise ValueError(
+            raise InputError(
                 f"{len(each)} sampling for {n} prompts of {g} responses; give one for all, one a "
                 "prompt or one a response"
             )
         for name, values in (("prompt_ids", ids), ("draws", draws)):
             if values is not None and len(values) != n:
-                raise ValueError(f"{len(values)} {name} for {n} prompts; give one a prompt")
+                raise InputError(f"{len(values)} {name} for {n} prompts; give one a prompt")
         if draws is None:
             draws = []
             for i in ids:
@@ -540,32 +541,32 @@ class Engine:
 
     def _check(self, index: int, tokens: np.ndarray, each: list[SamplingParams]) -> None:
         if tokens.ndim != 1 or not len(tokens):
-            raise ValueError(
+            raise InputError(
                 f"prompt {index} is empty; give at least one token, such as the "
                 "begin-of-sequence id"
             )
         if len(tokens) >= self.max_length:
-            raise ValueError(
+            raise InputError(
                 f"prompt {index} has {len(tokens)} tokens, which leaves no room in "
                 f"max_length={self.max_length}; shorten it or raise max_length"
             )
         if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
-            raise ValueError(
+            raise InputError(
                 f"prompt {index} holds token ids from {tokens.min()} to {tokens.max()}; the "
                 f"vocabulary has {self.config.vocab_size}"
             )
         most = max(len(params.stop_token_ids) for params in each)
         if most > self._stop_ids:
-            raise ValueError(
+            raise InputError(
                 f"{most} stop_token_ids; the engine takes {self._stop_ids}: raise "
                 "Engine(stop_ids=...)"
             )
         if any(params.stop for params in each) and self._detokenize is None:
-            raise ValueError("stop strings need Engine(..., detokenize=tokenizer.decode)")
+            raise InputError("stop strings need Engine(..., detokenize=tokenizer.decode)")
 
     def _run(self, groups: list[Group]) -> Iterator[list[Response]]:
         if self._groups is not None:
-            raise RuntimeError(
+            raise EngineStateError(
                 "the engine is in the middle of another generate(); finish or "
                 "close that iterator first"
             )
@@ -689,7 +690,7 @@ class Engine:
           RuntimeError: No weights are loaded.
         """
         if self._params is None:
-            raise RuntimeError("the engine has no weights; call load(params, version) first")
+            raise EngineStateError("the engine has no weights; call load(params, version) first")
         n = self._shards
         ran = 0
         for rows, pages, shared in self._shapes.every():
@@ -910,7 +911,7 @@ def _check_native(config: ModelConfig, mesh: Mesh | None) -> None:
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     devices = 1 if mesh is None else mesh.size
     if (device.platform, devices, config.dtype) != ("cpu", 1, "float32"):
-        raise ValueError(
+        raise InputError(
             f"native=True is for one cpu device in float32, got {devices} {device.platform} in "
             f"{config.dtype}; leave it off"
         )
@@ -922,7 +923,7 @@ def _check_rules(rules: meshes.Rules, mesh: Mesh) -> None:
         free = ("tensor",) if logical != "experts" else tuple(set(meshes.AXES) - {"stage"})
         for axis in meshes.axes_of([target]):
             if axis not in free and mesh.shape.get(axis, 1) > 1:
-                raise ValueError(
+                raise InputError(
                     f"rollout rule {logical}={axis}: while sampling experts are split over any "
                     f"axis but stage, other weights over tensor alone; take {axis} out"
                 )

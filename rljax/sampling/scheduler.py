@@ -101,7 +101,7 @@ class Shard:
     Attributes:
       slots: Who decodes in each.
       waiting: A heap, the oldest request first.
-      put_back: How many sequences were put back for want of pages, so far.
+      num_preemptions: How many sequences were put back for want of pages, so far.
       prefix_hits: How many tokens of prompts were found in cached pages, so far.
     """
 
@@ -112,7 +112,7 @@ class Shard:
         self.pages = PageAllocator(num_pages)
         self.slots: list[Sequence | None] = [None] * slots
         self.waiting: list[Sequence] = []
-        self.put_back = 0
+        self.num_preemptions = 0
         self.prefix_hits = 0
         self._prefix_cache = prefix_cache
         self._admitted: list[Group] = []
@@ -203,7 +203,7 @@ class Shard:
                     youngest = max(self.active)
                     self._leave(youngest)
                     heapq.heappush(self.waiting, youngest)
-                    self.put_back += 1
+                    self.num_preemptions += 1
 
     def reserve(self, tokens: int) -> bool:
         """Gives all active sequences pages for so many more tokens, if that puts nobody back."""

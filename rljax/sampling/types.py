@@ -6,6 +6,8 @@ import dataclasses
 
 import numpy as np
 
+from rljax.errors import InputError
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
@@ -39,7 +41,7 @@ class SamplingParams:
             ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
         ):
             if not good:
-                raise ValueError(f"{name}={getattr(self, name)} must be {rule}")
+                raise InputError(f"{name}={getattr(self, name)} must be {rule}")
 
     @property
     def filtered(self) -> bool:

@@ -62,7 +62,7 @@ class Checkpoints:
     def save(self, step: int, state: TrainState, host: dict[str, Any]) -> None:
         """Writes a checkpoint in the background; returns once the state may be changed.
 
-        The frozen weights under adapters are left out: `save_start` keeps them.
+        The frozen weights under adapters are left out: `save_reference` keeps them.
         """
         state = dataclasses.replace(state, base=None)
         if jax.default_backend() == "cpu":
@@ -114,13 +114,13 @@ class Checkpoints:
         self._manager.close()
 
 
-def save_start(directory: Path, params: Params) -> None:
+def save_reference(directory: Path, params: Params) -> None:
     """Writes the policy that a run started from, in place of what lay there."""
     with ocp.StandardCheckpointer() as saver:
         saver.save(directory.absolute(), params, force=True)
 
 
-def load_start(directory: Path, target: Params) -> Params:
+def load_reference(directory: Path, target: Params) -> Params:
     """Reads the policy that a run started from onto the target's shardings."""
     with ocp.StandardCheckpointer() as saver:
         return saver.restore(directory.absolute(), target)

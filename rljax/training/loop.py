@@ -19,11 +19,12 @@ from rljax import mesh as meshes
 from rljax import models, processes
 from rljax.batch import Batch, Rows
 from rljax.config import Config
+from rljax.errors import TrainingStoppedError
 from rljax.evals import evaluate
 from rljax.monitoring import LiveDisplay, compilations, plot_curves
 from rljax.rollouts import Collected, ScoredGroup, collect, component_metrics, make_batch
 from rljax.sampling import SamplingParams
-from rljax.training.setup import Run, freeze_start, start
+from rljax.training.setup import Run, freeze_reference, start
 from rljax.training.warmup import warm_up
 
 _log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def train(config: Config, preset: str = "custom", started: float | None = None) 
             batch = score(run, groups, clock)  #      the trainer's own log-probabilities
             rows, stats = run.prepare(batch)  #       advantages, corrections, token weights
             stats = learn(run, rows, stats, clock)  # losses -> gradients -> new weights
-            hand_over(run, clock)  #                  weights -> sampler
+            sync_weights(run, clock)  #                  weights -> sampler
             watch(run, display, groups, batch, stats, clock)
         return finish(run, display)
 
@@ -85,7 +86,7 @@ def begin(run: Run, display: LiveDisplay) -> None:
         values: dict[str, float] = {}
         if run.config.supervised.sft_target > 0:
             values = warm_up(run, display.message)
-    freeze_start(run)
+    freeze_reference(run)
     run.engine.load(run.weights(), version=run.progress.step)
     if not run.restored:
         values |= held_out(run) | held_out_samples(run)
@@ -97,7 +98,7 @@ def begin(run: Run, display: LiveDisplay) -> None:
 
 def finished(run: Run) -> bool:
     """Whether all steps are done, or held-out accuracy has held at `stop_at`."""
-    return run.progress.step >= run.config.run.steps or run.progress.passed >= 2
+    return run.progress.step >= run.config.run.steps or run.progress.evals_above_target >= 2
 
 
 def sample(run: Run, clock: Clock) -> list[ScoredGroup]:
@@ -232,14 +233,14 @@ def learn(run: Run, rows: Rows, stats: Metrics, clock: Clock) -> Metrics:
         if rows.old_logp is None and router is not None:
             clock.values |= router.metrics()
     if skipped >= optimizer.max_skipped_updates:
-        raise FloatingPointError(
+        raise TrainingStoppedError(
             f"{skipped} updates in a row were skipped: no finite gradient, or no token with a "
             "weight; lower learning_rate, or see which rewards and masks reach the loss"
         )
     return L.merge(stats, *found)
 
 
-def hand_over(run: Run, clock: Clock) -> None:
+def sync_weights(run: Run, clock: Clock) -> None:
     """Gives the sampler the new weights."""
     run.progress.step += 1
     with clock.measure("perf/sync_s"):
@@ -324,7 +325,7 @@ def held_out(run: Run) -> dict[str, float]:
     progress.eval_last = accuracy
     progress.best = max(accuracy, progress.best or 0.0)
     reached = 0 < run.config.evals.stop_at <= accuracy
-    progress.passed = progress.passed + 1 if reached else 0
+    progress.evals_above_target = progress.evals_above_target + 1 if reached else 0
     return values
 
 

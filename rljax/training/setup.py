@@ -35,6 +35,7 @@ from rljax.data import (
     load_tokenizer,
     model_path,
 )
+from rljax.errors import InputError
 from rljax.losses.base import parts
 from rljax.models import ModelConfig, Params
 from rljax.monitoring import MetricsLog
@@ -44,7 +45,7 @@ from rljax.rollouts import CollectState, plan_sharing, share_rows
 from rljax.sampling import Engine, SamplingParams
 from rljax.training import state as states
 from rljax.training import update as updates
-from rljax.training.checkpoints import Checkpoints, load_start, save_start
+from rljax.training.checkpoints import Checkpoints, load_reference, save_reference
 from rljax.training.state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Progress:
       eval_before: Greedy held-out accuracy before the first step; None: not evaluated.
       eval_last: The newest greedy held-out accuracy.
       best: The best greedy held-out accuracy.
-      passed: Evaluations in a row at or above `stop_at`.
+      evals_above_target: Evaluations in a row at or above `stop_at`.
       collect: What dynamic sampling remembers.
       data: Position of the prompt stream.
     """
@@ -82,7 +83,7 @@ class Progress:
     eval_before: float | None = None
     eval_last: float | None = None
     best: float | None = None
-    passed: int = 0
+    evals_above_target: int = 0
     collect: CollectState = dataclasses.field(default_factory=CollectState)
     data: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -261,7 +262,7 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
         rollout_rows = settings.prompts_per_step * settings.num_generations
         shared: dict[str, Any] = {
             "temperature": settings.temperature,
-            "most_wanted": settings.max_completion_length,
+            "max_scored_tokens": settings.max_completion_length,
         }
         scoring = {
             "parts": updates.micro_batches(rollout_rows, shards, config.optimizer.micro_batch_size),
@@ -282,8 +283,8 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
             engine=engine,
             sampling=sampling,
             objective=objective,
-            prepare=processes.in_turn(jax.jit(objective.prepare)),
-            minibatch=processes.in_turn(
+            prepare=processes.run_serially(jax.jit(objective.prepare)),
+            minibatch=processes.run_serially(
                 jax.jit(
                     functools.partial(_minibatch, objective, settings.num_generations),
                     static_argnums=2,
@@ -309,8 +310,8 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
                 bias_rate=config.optimizer.router_bias_update_rate,
                 on_host=on_host,
             ),
-            merge=processes.in_turn(jax.jit(lambda state: state.weights(lora))),
-            compare=processes.in_turn(jax.jit(_compare)),
+            merge=processes.run_serially(jax.jit(lambda state: state.weights(lora))),
+            compare=processes.run_serially(jax.jit(_compare)),
             learning_rate=states.learning_rate(config.optimizer, config.updates),
             may_share=may_share,
             checkpoints=checkpoints,
@@ -358,7 +359,7 @@ def _may_share(config: Config, shards: int) -> bool:
     )
 
 
-def freeze_start(run: Run) -> None:
+def freeze_reference(run: Run) -> None:
     """Keeps the policy as it stands, where an objective compares with it or adapters rest on it.
 
     It is written to the run directory before the first step and read back on resume. Under
@@ -370,7 +371,7 @@ def freeze_start(run: Run) -> None:
     place = run.directory / "reference"
     target = models.abstract(run.model, mesh=run.mesh, rules=run.rules)
     if adapts:
-        lean = jax.eval_shape(lambda p: models.for_compute(p, run.model), target)
+        lean = jax.eval_shape(lambda p: models.cast_for_compute(p, run.model), target)
         target = jax.tree.map(
             lambda x, d: jax.ShapeDtypeStruct(x.shape, d.dtype, sharding=x.sharding), target, lean
         )
@@ -381,8 +382,8 @@ def freeze_start(run: Run) -> None:
         )
     if not run.restored:
         whole = run.state.whole
-        save_start(place, models.for_compute(whole, run.model) if adapts else whole)
-    start = load_start(place, target)
+        save_reference(place, models.cast_for_compute(whole, run.model) if adapts else whole)
+    start = load_reference(place, target)
     if adapts:
         run.state = dataclasses.replace(run.state, base=start)
     if compares:
@@ -405,7 +406,7 @@ def make_objective(config: Config) -> L.Objective:
     }
     for name in given:
         if name not in taken:
-            raise ValueError(
+            raise InputError(
                 f"{name}={given[name]} means nothing to objective={chosen.objective}; leave it "
                 f"out, or choose an objective that takes it ({chosen.objective} takes "
                 f"{', '.join(taken)})"
@@ -414,7 +415,7 @@ def make_objective(config: Config) -> L.Objective:
     if chosen.objective == "dapo":
         given.setdefault("overlong_max", longest)
         if given["overlong_max"] > longest:
-            raise ValueError(
+            raise InputError(
                 f"overlong_max={given['overlong_max']} is longer than max_completion_length="
                 f"{longest}; no response could reach it"
             )
@@ -453,7 +454,7 @@ def _with_additions(objective: L.Objective, chosen: ObjectiveSettings) -> L.Obje
     if chosen.kl_cov is not None:
         terms.append(L.kl_cov(coef=chosen.kl_cov))
         if [type(part) for part in parts(policy)] != [L.token_ratio, L.ppo_clip]:
-            raise ValueError(
+            raise InputError(
                 f"kl_cov={chosen.kl_cov} takes the place of a clipping window on token ratios, "
                 f"which objective={chosen.objective} does not have; use grpo, dr_grpo or dapo"
             )
@@ -480,7 +481,7 @@ class _Policy:
         name, dtype = config.model.model, config.model.compute_dtype
         ways: Any = {
             "remat": config.model.remat,
-            "expert_exchange": config.model.expert_exchange,
+            "expert_dispatch": config.model.expert_dispatch,
             "expert_backend": config.model.expert_backend,
             "pipeline_repeats": config.model.pipeline_repeats,
             "pipeline_rows": config.model.pipeline_rows,
@@ -493,7 +494,7 @@ class _Policy:
             )
             return cls(dataclasses.replace(model, **ways), tokenizer, lambda: params)
         if name not in models.PRESETS:
-            raise ValueError(
+            raise InputError(
                 f"model={name!r} is neither a folder or .gguf file nor one of smollm2, "
                 f"{', '.join(models.PRESETS)}; mend the path"
             )
@@ -509,17 +510,17 @@ def _check_balance(config: Config, model: ModelConfig) -> None:
     """Refuses balancing of what the model does not have."""
     coef, rate = config.objective.router_aux_loss_coef, config.optimizer.router_bias_update_rate
     if coef is not None and not model.top_k:
-        raise ValueError(
+        raise InputError(
             f"router_aux_loss_coef={coef}: the model has no experts to balance; leave it out"
         )
     kinds = [b.feed_forward for b in model.layers]
     if rate and not any(isinstance(c, models.Experts) and c.correction_bias for c in kinds):
-        raise ValueError(
+        raise InputError(
             f"router_bias_update_rate={rate}: the model's routers have no correction bias (that of "
             "deepseek_v3 does); use router_aux_loss_coef"
         )
     if rate and config.model.lora_rank:
-        raise ValueError(
+        raise InputError(
             f"router_bias_update_rate={rate} would move weights that lora_rank="
             f"{config.model.lora_rank} freezes; set one of them to 0"
         )
@@ -545,7 +546,7 @@ def _teacher(
     path = model_path(config.model.teacher)
     model, params = models.from_pretrained(path, dtype, mesh, rules=rules)
     if model.vocab_size != policy.model.vocab_size:
-        raise ValueError(
+        raise InputError(
             f"teacher={config.model.teacher!r} has a vocabulary of {model.vocab_size} tokens, the "
             f"policy one of {policy.model.vocab_size}; choose a teacher of the same family"
         )
@@ -606,7 +607,7 @@ def _claim(directory: Path, config: Config, preset: str) -> None:
     holds = checkpoints.is_dir() and any(p.name.isdigit() for p in checkpoints.iterdir())
     if not holds:
         if resume == "must":
-            raise ValueError(f"resume=must, but {directory} holds no run; check run_dir")
+            raise InputError(f"resume=must, but {directory} holds no run; check run_dir")
         directory.mkdir(parents=True, exist_ok=True)
         versions = {
             name: metadata.version(name) for name in ("rljax", "jax", "jaxlib", "flax", "optax")
@@ -621,7 +622,7 @@ def _claim(directory: Path, config: Config, preset: str) -> None:
         temporary.rename(file)
         return
     if resume == "never":
-        raise ValueError(f"resume=never, but {directory} holds a run; choose another run_dir")
+        raise InputError(f"resume=never, but {directory} holds a run; choose another run_dir")
     saved = json.loads(file.read_text())["config"]
     now = json.loads(json.dumps(dataclasses.asdict(config)))
     for part, fields in now.items():
@@ -631,7 +632,7 @@ def _claim(directory: Path, config: Config, preset: str) -> None:
                 name == "steps" and config.optimizer.lr_schedule != "constant"
             )
             if old != value and not free:
-                raise ValueError(
+                raise InputError(
                     f"{directory} holds a run with {name}={old!r}, got {value!r}; choose another "
                     "run_dir, or give the old value to continue it"
                 )

@@ -16,6 +16,7 @@ from rljax import losses as L
 from rljax import mesh as meshes
 from rljax import models, processes
 from rljax.config import OptimizerSettings
+from rljax.errors import InputError
 from rljax.models import ModelConfig, Params
 
 
@@ -63,7 +64,7 @@ def policy_weights(params: Params, base: Params | None, lora: models.Lora | None
     if lora is None:
         return params
     if base is None:
-        raise ValueError("adapters rest on weights, got none; set TrainState.base")
+        raise InputError("adapters rest on weights, got none; set TrainState.base")
     return models.merge_adapters(base, params, lora)
 
 
@@ -164,7 +165,7 @@ def create(
 
     shapes = jax.eval_shape(build, params, critic)
     out = state_shardings(shapes, jax.tree.map(lambda x: x.sharding, params), mesh, on_host)
-    return processes.in_turn(jax.jit(build, out_shardings=out))(params, critic)
+    return processes.run_serially(jax.jit(build, out_shardings=out))(params, critic)
 
 
 def abstract(

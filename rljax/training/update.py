@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from rljax import losses as L
 from rljax import models, processes
 from rljax.batch import Batch, Rows
+from rljax.errors import InputError
 from rljax.models import ModelConfig, Params
 from rljax.rollouts.shared_prompts import plan_sharing, share_batch, unshare
 from rljax.training.state import TrainState, move_moments, policy_weights
@@ -108,7 +109,7 @@ def micro_batches(rows: int, shards: int, micro_batch_size: int) -> int:
       ValueError: The rows do not divide.
     """
     if rows % shards:
-        raise ValueError(
+        raise InputError(
             f"{rows} responses of an update do not divide over stage×data×fsdp×expert = {shards} "
             "devices; change mini_batch_size or the mesh"
         )
@@ -116,7 +117,7 @@ def micro_batches(rows: int, shards: int, micro_batch_size: int) -> int:
     if not micro_batch_size or micro_batch_size >= each:
         return 1
     if each % micro_batch_size:
-        raise ValueError(
+        raise InputError(
             f"micro_batch_size={micro_batch_size} must divide the {each} responses a device has "
             "of an update; choose one of their divisors"
         )
@@ -127,7 +128,7 @@ def make_score(
     config: ModelConfig,
     *,
     temperature: float,
-    most_wanted: int,
+    max_scored_tokens: int,
     parts: int = 1,
     replay: bool = False,
     group_size: int = 1,
@@ -137,7 +138,7 @@ def make_score(
     Args:
       config: The model.
       temperature: Divides the logits, as in sampling.
-      most_wanted: A bound on a response's tokens.
+      max_scored_tokens: A bound on a response's tokens.
       parts: How many pieces the batch is cut into, for memory.
       replay: Whether the sampler's routing is used.
       group_size: Responses of a prompt, where prompts are shared.
@@ -148,7 +149,7 @@ def make_score(
     """
 
     def piece(params: Params, batch: Any, shared: tuple[int, int] | None) -> Scores:
-        prefix, most, length = None, most_wanted, batch.tokens.shape[1]
+        prefix, most, length = None, max_scored_tokens, batch.tokens.shape[1]
         if shared is not None:
             plan = plan_sharing(batch.mask, batch.segments, group_size, *shared)
             batch, prefix, most = share_batch(plan, batch), plan.prefix, group_size * shared[1]
@@ -160,8 +161,8 @@ def make_score(
             batch.segments,
             temperature=temperature,
             routing=batch.routing if replay else None,
-            wanted=batch.mask,
-            most_wanted=most,
+            score_mask=batch.mask,
+            max_scored_tokens=most,
             prefix=prefix,
             support=batch.support,
         )
@@ -198,7 +199,7 @@ def make_score(
             router=jax.tree.map(lambda x: x.sum(0), found.router),
         )
 
-    return processes.in_turn(score)
+    return processes.run_serially(score)
 
 
 def make_values(config: ModelConfig, *, group_size: int = 1) -> Callable[..., Array]:
@@ -224,7 +225,7 @@ def make_values(config: ModelConfig, *, group_size: int = 1) -> Callable[..., Ar
         found = found if shared is None else unshare(plan, found, length)
         return jnp.where(mask, found, 0.0)
 
-    return processes.in_turn(values)
+    return processes.run_serially(values)
 
 
 def make_update(
@@ -233,7 +234,7 @@ def make_update(
     optimizer: optax.GradientTransformation,
     *,
     temperature: float,
-    most_wanted: int,
+    max_scored_tokens: int,
     parts: int = 1,
     replay: bool = False,
     seed: int = 0,
@@ -251,7 +252,7 @@ def make_update(
       objective: What is minimised.
       optimizer: How.
       temperature: Divides the logits, as in sampling.
-      most_wanted: A bound on a row's own tokens.
+      max_scored_tokens: A bound on a row's own tokens.
       parts: Micro-batches the rows are cut into.
       replay: Whether `Rows.routing` is replayed.
       seed: For the terms of the objective that choose tokens at random.
@@ -277,8 +278,10 @@ def make_update(
             rows.segments,
             temperature=temperature,
             routing=rows.routing if replay else None,
-            wanted=rows.mask,
-            most_wanted=min(most_wanted * max(rows.max_segments - 1, 1), rows.tokens.shape[1]),
+            score_mask=rows.mask,
+            max_scored_tokens=min(
+                max_scored_tokens * max(rows.max_segments - 1, 1), rows.tokens.shape[1]
+            ),
             prefix=rows.prefix,
             load=load,
             support=rows.support,
@@ -388,4 +391,4 @@ def make_update(
         state, stats, sums = step(dataclasses.replace(state, base=None), base, rows)
         return dataclasses.replace(state, base=base), stats, sums
 
-    return processes.in_turn(update)
+    return processes.run_serially(update)

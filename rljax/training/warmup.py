@@ -15,6 +15,7 @@ from rljax import mesh as meshes
 from rljax import models, processes
 from rljax.batch import Batch
 from rljax.data import Prompt
+from rljax.errors import InputError
 from rljax.evals import evaluate
 from rljax.sampling import SamplingParams
 from rljax.training import state as states
@@ -41,7 +42,7 @@ def warm_up(run: Run, tell: Callable[[str], None]) -> dict[str, float]:
     """
     settings = run.config.supervised
     if not run.validation:
-        raise ValueError(
+        raise InputError(
             f"sft_target={settings.sft_target} needs a validation split, which "
             f"{run.config.data.data} does not have; use a generated task, or sft_target=0"
         )
@@ -51,13 +52,13 @@ def warm_up(run: Run, tell: Callable[[str], None]) -> dict[str, float]:
         weight_decay=0.0,
     )
     objective = L.supervised()
-    prepare = processes.in_turn(jax.jit(objective.prepare))
+    prepare = processes.run_serially(jax.jit(objective.prepare))
     update = updates.make_update(
         run.model,
         objective,
         optimizer,
         temperature=1.0,
-        most_wanted=run.config.rollout.max_completion_length,
+        max_scored_tokens=run.config.rollout.max_completion_length,
     )
     state = states.create(run.state.whole, optimizer, objective, run.mesh)
     rng = np.random.default_rng([run.config.run.seed, 1])
@@ -116,7 +117,7 @@ def _answered(run: Run, prompts: list[Prompt]) -> Batch:
         answer = [*run.tokenizer.encode(str(prompt.columns["answer"])), run.tokenizer.end_ids[0]]
         n, end = len(prompt.tokens), len(prompt.tokens) + len(answer)
         if len(answer) > run.config.rollout.max_completion_length:
-            raise ValueError(
+            raise InputError(
                 f"the answer {prompt.columns['answer']!r} takes {len(answer)} tokens; raise "
                 f"max_completion_length={run.config.rollout.max_completion_length}"
             )

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rljax.evals import Reading, evaluate, sample
+from rljax.evals import AnswerParser, evaluate, sample
 from rljax.monitoring import find_tag
 
 pytestmark = pytest.mark.smoke
@@ -221,7 +221,7 @@ def test_answers_are_read_as_the_verifier_reads_them(verifier, texts, majority, 
 
 def test_a_reading_may_be_given():
     engine = RoteEngine([[[1], [2], [1, 1], [3]]])
-    odd = Reading(lambda text: text if int(text) % 2 else None, lambda a, b: a[0] == b[0])
+    odd = AnswerParser(lambda text: text if int(text) % 2 else None, lambda a, b: a[0] == b[0])
     evaluation = sample(
         engine, _prompts("3"), exact_scorer, DigitTokenizer(), Sampling(), 4, 0, odd
     )

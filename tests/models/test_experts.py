@@ -162,7 +162,7 @@ def run_parallel(mesh, exchange, way, params, x, weights, chosen, cotangent):
 @pytest.mark.parametrize(
     "way", ["room for all", "small blocks", pytest.param("native", marks=pytest.mark.compiler)]
 )
-@pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
 @pytest.mark.parametrize("sizes", [{"expert": 4}, {"fsdp": 2, "expert": 2, "tensor": 2}])
 def test_experts_on_other_devices_are_met_without_loss(arrays, lay, sizes, exchange, way):
     lay(way)
@@ -180,10 +180,10 @@ def test_experts_on_other_devices_are_met_without_loss(arrays, lay, sizes, excha
 
 
 def test_tokens_are_sent_where_that_moves_less():
-    assert experts.cheaper_exchange(512, K, 8, ragged=True) == "all_to_all"
-    assert experts.cheaper_exchange(512, K, 8, ragged=False) == "gather"
-    assert experts.cheaper_exchange(512, K, K, ragged=True) == "gather"
-    assert experts.cheaper_exchange(64, K, 8, ragged=True) == "gather"
+    assert experts.cheaper_dispatch(512, K, 8, ragged=True) == "all_to_all"
+    assert experts.cheaper_dispatch(512, K, 8, ragged=False) == "all_gather"
+    assert experts.cheaper_dispatch(512, K, K, ragged=True) == "all_gather"
+    assert experts.cheaper_dispatch(64, K, 8, ragged=True) == "all_gather"
 
 
 def test_the_ragged_exchange_sends_each_row_to_its_slot(monkeypatch):

@@ -175,13 +175,19 @@ def test_log_probabilities_are_those_of_the_logits(params, batch, chunk):
 def test_wanted_tokens_alone_are_scored(params, batch):
     tokens, segments = batch
     wanted = np.asarray(segments == 2)
-    score = functools.partial(jax.jit, static_argnames=("config", "most_wanted"))(
+    score = functools.partial(jax.jit, static_argnames=("config", "max_scored_tokens"))(
         functools.partial(models.score_tokens, chunk=48)
     )
     plain, entropies, _ = score(params["dense"], DENSE, tokens, None, segments)
     for most in (None, 5):
         logp, entropy, _ = score(
-            params["dense"], DENSE, tokens, None, segments, wanted=wanted, most_wanted=most
+            params["dense"],
+            DENSE,
+            tokens,
+            None,
+            segments,
+            score_mask=wanted,
+            max_scored_tokens=most,
         )
         if most == 5:
             # A bound that is broken shows; it never turns into a log-probability of 0.
@@ -469,8 +475,8 @@ def test_long_rows_are_split_over_context(params, batch, name):
             None,
             segments,
             prefix=prefix,
-            most_wanted=8,
-            wanted=segments == 2,
+            max_scored_tokens=8,
+            score_mask=segments == 2,
         )
         weight = jnp.cos(jnp.arange(logp.size)).reshape(logp.shape)
         return jnp.sum(weight * logp + 0.1 * entropy), (logp, entropy)

@@ -67,7 +67,7 @@ def test_abstract_and_names(params):
 
 
 def test_compute_dtype_spares_norms_and_routers(params):
-    half = models.for_compute(params, dataclasses.replace(CONFIG, dtype="bfloat16"))
+    half = models.cast_for_compute(params, dataclasses.replace(CONFIG, dtype="bfloat16"))
     layer = half["stacks"][0][0]
     assert layer["attention"]["q"].dtype == jnp.bfloat16
     assert layer["feed_forward"]["router"].dtype == layer["attention_norm"].dtype == jnp.float32

@@ -124,7 +124,7 @@ def test_what_a_step_sends():
     assert sent["all-reduce", "tensor"] == 5 * states
     assert all(c.why for c in layout.collectives)
     # A token may travel to 2 of 4 devices instead, there and back.
-    config = dataclasses.replace(CONFIG, expert_exchange="all_to_all")
+    config = dataclasses.replace(CONFIG, expert_dispatch="all_to_all")
     layout = meshes.describe(meshes.make_abstract(8, expert=4, context=2), config, work)
     sent = {(c.kind, c.axis): c.bytes for c in layout.collectives}
     assert layout.parts == 4

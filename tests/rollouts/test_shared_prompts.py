@@ -49,11 +49,11 @@ def test_log_probabilities_and_entropy_are_equal(case):
     shared = share_batch(plan, batch)
     assert shared.tokens.size < batch.tokens.size
     expected = models.score_tokens(
-        params, config, batch.tokens, batch.positions, batch.segments, wanted=batch.mask
+        params, config, batch.tokens, batch.positions, batch.segments, score_mask=batch.mask
     )
     found = models.score_tokens(
         params, config, shared.tokens, shared.positions, shared.segments,
-        wanted=shared.mask, prefix=plan.prefix,
+        score_mask=shared.mask, prefix=plan.prefix,
     )  # fmt: skip
     for one, other in zip(expected[:2], found[:2], strict=True):
         np.testing.assert_allclose(one, unshare(plan, other, T), atol=2e-6)
@@ -71,7 +71,7 @@ def test_loss_gradient_and_metrics_are_equal(case, objective):
         def loss(params):
             logp, _, _ = models.score_tokens(
                 params, config, rows.tokens, rows.positions, rows.segments,
-                wanted=rows.mask, prefix=rows.prefix, routing=rows.routing,
+                score_mask=rows.mask, prefix=rows.prefix, routing=rows.routing,
             )  # fmt: skip
             return objective.loss(logp, rows)
 

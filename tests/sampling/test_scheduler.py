@@ -184,7 +184,13 @@ def test_ten_thousand_requests_are_each_answered_once_and_leave_all_pages_free(
     assert asked == answered + cancelled >= 117 * calls
     if gathered:
         assert device.idle_rounds == 0  # no shard with work stands still
-    for number in (cancelled, late, engine.put_back, engine.prefix_hits, engine.cached_pages):
+    for number in (
+        cancelled,
+        late,
+        engine.num_preemptions,
+        engine.prefix_hits,
+        engine.cached_pages,
+    ):
         assert number > 0
     # All pages can be had: cached ones are freed on demand.
     for shard in engine._plan:
@@ -244,7 +250,7 @@ def test_a_cancelled_group_that_was_put_back_is_forgotten():
         ]
         if back:
             break
-    assert engine.put_back > 0 and engine.cancel(back[0])
+    assert engine.num_preemptions > 0 and engine.cancel(back[0])
     rest = [g[0].prompt_index for g in groups]
     assert sorted(rest) == sorted({0, 1, 2, 3, 4} - gone - {back[0]})
     assert engine.free_pages == 16

@@ -74,7 +74,7 @@ def check_checkpoints(mesh, folder):
     )
     checkpoints = Checkpoints(folder / "checkpoints", keep=3)
     checkpoints.save(1, state, {"step": 1})
-    later = jax.tree.map(processes.in_turn(jax.jit(lambda x: x + 1)), state)
+    later = jax.tree.map(processes.run_serially(jax.jit(lambda x: x + 1)), state)
     checkpoints.save(2, later, {"step": 2})
     checkpoints.close()
 

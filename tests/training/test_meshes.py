@@ -43,7 +43,7 @@ MESHES = {
     "expert=4": {},
     "tensor=2": {},
     "context=2": {},
-    "fsdp=2,expert=2": {"expert_exchange": "all_to_all"},
+    "fsdp=2,expert=2": {"expert_dispatch": "all_to_all"},
     "fsdp=2,tensor=2": {"parts": 2, "on_host": True},
     "expert=2,tensor=2": {},
     "fsdp=2,context=2": {},
@@ -56,7 +56,7 @@ MESHES = {
 
 # Over more axes while sampling than while training.
 WIDE = {
-    "fsdp=2,expert=2": {"experts": ("fsdp", "expert"), "expert_exchange": "all_to_all"},
+    "fsdp=2,expert=2": {"experts": ("fsdp", "expert"), "expert_dispatch": "all_to_all"},
     "fsdp=2,context=2": {"experts": ("fsdp", "context")},
     "data=2,fsdp=2,expert=2": {"experts": ("expert", "data", "fsdp")},
 }
@@ -117,8 +117,8 @@ def train(config, mesh, parts=1, on_host=False, **ways):
     optimizer = states.make_optimizer(settings, 100)
     state = states.create(params, optimizer, OBJECTIVE, mesh, on_host=on_host)
     update = updates.make_update(
-        config, OBJECTIVE, optimizer, temperature=0.8, most_wanted=8, parts=parts, replay=True,
-        on_host=on_host,
+        config, OBJECTIVE, optimizer, temperature=0.8, max_scored_tokens=8, parts=parts,
+        replay=True, on_host=on_host,
     )  # fmt: skip
 
     def memories(state):
@@ -132,9 +132,9 @@ def train(config, mesh, parts=1, on_host=False, **ways):
     return state, L.finish(stats), sums
 
 
-def sample(mesh, expert_exchange=None, **rules):
+def sample(mesh, expert_dispatch=None, **rules):
     """Responses of four prompts, two each."""
-    config = dataclasses.replace(CONFIG, expert_exchange=expert_exchange)
+    config = dataclasses.replace(CONFIG, expert_dispatch=expert_dispatch)
     rules = {**meshes.ROLLOUT_RULES, **rules}
     engine = Engine(config, mesh, slots=8, page_size=4, max_length=16, chunk=4, rules=rules)
     params = jax.device_put(make_weights(config), models.shardings(config, mesh))

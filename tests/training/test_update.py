@@ -52,7 +52,7 @@ def step(objective, mesh, parts=1, batch=None, lora=None, replay=True):
         objective,
         optimizer,
         temperature=0.8,
-        most_wanted=6,
+        max_scored_tokens=6,
         parts=parts,
         replay=replay,
         lora=lora,
@@ -178,7 +178,7 @@ def test_the_score_pass_equals_the_update_and_does_not_depend_on_its_cut():
     batch, mesh = make_batch(), one_device()
     params = models.init(jax.random.key(0), CONFIG, mesh=mesh)
     found = [
-        updates.make_score(CONFIG, temperature=0.8, most_wanted=6, parts=parts)(params, batch)
+        updates.make_score(CONFIG, temperature=0.8, max_scored_tokens=6, parts=parts)(params, batch)
         for parts in (1, 4)
     ]
     logp, entropy = models.token_logprobs(
@@ -221,7 +221,7 @@ def test_correction_biases_follow_the_load():
         params["stacks"][0][1]["feed_forward"]["correction"] += 0.5
         state = states.create(params, optimizer, objective, mesh)
         update = updates.make_update(
-            config, objective, optimizer, temperature=1.0, most_wanted=6, bias_rate=rate
+            config, objective, optimizer, temperature=1.0, max_scored_tokens=6, bias_rate=rate
         )
         with jax.set_mesh(mesh):
             state, _, router = update(state, objective.prepare(meshes.shard_rows(batch, mesh))[0])

@@ -9,7 +9,7 @@ import pytest
 
 from rljax import mesh as meshes
 from rljax import models
-from rljax.sampling import Engine, SamplingParams, handover
+from rljax.sampling import Engine, SamplingParams, weight_sync
 
 
 @pytest.fixture(scope="module")
@@ -19,20 +19,20 @@ def apart():
     return trains, samples
 
 
-@pytest.mark.parametrize("chunk", [handover.CHUNK, 20_000])
+@pytest.mark.parametrize("chunk", [weight_sync.CHUNK, 20_000])
 def test_values_arrive_as_they_were_cast(mixture, apart, monkeypatch, chunk):
-    monkeypatch.setattr(handover, "CHUNK", chunk)  # two layers of experts have 49,152 bytes
+    monkeypatch.setattr(weight_sync, "CHUNK", chunk)  # two layers of experts have 49,152 bytes
     config, params = mixture
     trains, samples = apart
     config = dataclasses.replace(config, dtype="bfloat16")
-    cast = models.for_compute(params, config)
+    cast = models.cast_for_compute(params, config)
     wanted = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         cast,
         models.shardings(config, samples, meshes.ROLLOUT_RULES),
     )
     sent = jax.device_put(params, models.shardings(config, trains))
-    got = handover.move(sent, wanted)
+    got = weight_sync.move(sent, wanted)
     for x, want, value in zip(*map(jax.tree.leaves, (got, wanted, cast)), strict=True):
         assert (x.dtype, x.sharding) == (want.dtype, want.sharding)
         np.testing.assert_array_equal(np.asarray(x), np.asarray(value))
