@@ -7,40 +7,86 @@ import io
 import itertools
 import re
 import sys
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
-from rljax.config import PRESETS, Config, ObjectiveName, ObjectiveSettings
+from rljax.config import Config, ObjectiveSettings
 from rljax.errors import InputError
+from rljax.presets import PRESETS
 
 Settings = TypeVar("Settings")
 
 
-def parse(arguments: list[str], prog: str) -> tuple[str, Config]:
-    """The preset's name, and its configuration with the flags applied.
+@dataclasses.dataclass(frozen=True)
+class Parsed:
+    """What a command line asks for.
+
+    Attributes:
+      name: The preset, or "custom" where --model stands without --preset.
+      config: The configuration with the flags applied.
+      given: The flags that were given.
+      print_config: Whether to print the configuration and do nothing else.
+    """
+
+    name: str
+    config: Config
+    given: frozenset[str]
+    print_config: bool
+
+
+def parse(arguments: list[str], prog: str) -> Parsed:
+    """A configuration from a preset and flags.
+
+    Without --preset the flags change the embedded default, or, where --model is given, the neutral
+    defaults of `rljax.Config`, which suit a pretrained model.
 
     Args:
       arguments: The command line, without the program.
       prog: How the program is called, for --help.
 
     Raises:
-      ValueError: A flag is unknown (with the nearest known one), or a value cannot be read.
+      InputError: A flag is unknown (with the nearest known one), or a value cannot be read.
       SystemExit: --help was asked for, and printed.
     """
-    name, rest = "arithmetic", []
+    preset, rest, show = "", [], False
     remaining = iter(arguments)
     for argument in remaining:
         if argument == "--preset":
-            name = next(remaining, "")
+            preset = next(remaining, "")
         elif argument.startswith("--preset="):
-            name = argument.split("=", 1)[1]
+            preset = argument.split("=", 1)[1]
+        elif argument in ("--print-config", "--print_config"):
+            show = True
         else:
             rest.append(argument)
-    if name not in PRESETS:
-        raise InputError(f"preset={name!r} is unknown; the presets are {', '.join(PRESETS)}")
-    about = " ".join((PRESETS[name].__doc__ or "").split())
-    about = f"Presets: {', '.join(PRESETS)}. Flags change {name}: {about}"
-    default = _with_objective(PRESETS[name](), rest)
-    return name, read(Config, rest, prog, about, default, others=("preset",))
+    given = frozenset(a[2:].partition("=")[0].replace("-", "_") for a in rest if a[:2] == "--")
+    if preset and preset not in PRESETS:
+        raise InputError(f"preset={preset!r} is unknown; the presets are {', '.join(PRESETS)}")
+    name = preset or ("custom" if "model" in given else "arithmetic")
+    if name in PRESETS:
+        start, about = PRESETS[name](), " ".join((PRESETS[name].__doc__ or "").split())
+    else:
+        start, about = Config(), "Neutral defaults for a pretrained model."
+    about = (
+        f"Presets: {', '.join(PRESETS)}; with --model and no --preset, neutral defaults for a "
+        f"pretrained model. Flags change {name}: {about}"
+    )
+    default = _with_objective(start, rest)
+    others = ("preset", "print_config")
+    return Parsed(name, read(Config, rest, prog, about, default, others), given, show)
+
+
+def print_config(parsed: Parsed) -> str:
+    """Every setting of a run with its value and where it comes from, a line each."""
+    neutral, lines = Config().flat(), []
+    for name, value in parsed.config.flat().items():
+        origin = "default"
+        if name in parsed.given:
+            origin = "flag"
+        elif value != neutral[name]:
+            origin = f"preset {parsed.name}"
+        lines.append((name, "unset" if value is None else str(value), origin))
+    wide = [max(len(line[i]) for line in lines) for i in (0, 1)]
+    return "\n".join(f"{n:<{wide[0]}}  {v:<{wide[1]}}  {o}" for n, v, o in lines)
 
 
 def read(
@@ -111,15 +157,27 @@ def _with_objective(preset: Config, arguments: list[str]) -> Config:
     for flag, value in itertools.pairwise([*arguments, ""]):
         if flag.partition("=")[0] == "--objective":
             chosen = flag.partition("=")[2] or value
-    if chosen == preset.objective.objective or chosen not in get_args(ObjectiveName):
+    if chosen == preset.objective.objective:
         return preset
     return dataclasses.replace(preset, objective=ObjectiveSettings(objective=chosen))
+
+
+# Flags of the version before, and what they are now.
+_RENAMED = {
+    "expert_exchange": "--expert_dispatch all_gather or all_to_all",
+    "native": "--kernels auto, native or off",
+    "native_rollouts": "--rollout_kernels auto, native or off",
+    "transposed": "gone: --kernels auto is faster",
+    "transposed_rollouts": "gone: --rollout_kernels auto is faster",
+}
 
 
 def _refuse_unknown(arguments: list[str], known: list[str]) -> None:
     for argument in arguments:
         if argument.startswith("--"):
             flag = argument[2:].split("=", 1)[0].replace("-", "_")
+            if flag in _RENAMED and flag not in known:
+                raise InputError(f"flag --{flag} is now {_RENAMED[flag]}; use that")
             if flag not in known:
                 near = difflib.get_close_matches(flag, known, 1)
                 hint = f"did you mean --{near[0]}?" if near else "--help lists them all"

@@ -4,8 +4,9 @@
     python -m experiments.train --preset smollm2-arithmetic   # a real pretrained model
     python -m experiments.train --model PATH --data questions.jsonl --template chat ...
 
-Every field of the configuration is a flag: see --help. The same command given again continues
-the run. The last line printed is JSON: eval_before, eval_after, steps, seconds, run_dir.
+Every field of the configuration is a flag: see --help; --print-config shows what a run would use.
+The same command given again continues the run. The last line printed is JSON: eval_before,
+eval_after, steps, seconds, run_dir.
 """
 
 import time
@@ -16,25 +17,29 @@ import json  # noqa: E402
 import logging  # noqa: E402
 import sys  # noqa: E402
 
-from experiments.flags import fail, parse  # noqa: E402
+from experiments.flags import fail, parse, print_config  # noqa: E402
 from rljax.errors import RljaxError  # noqa: E402
 
 
 def main() -> int:
-    """Parses the flags, trains, prints the result; 1 where the user must mend something."""
+    """Parses the flags, trains, prints the result; 1 where the input must be corrected."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("rljax").setLevel(logging.INFO)
     logging.getLogger("absl").setLevel(logging.ERROR)
+    arguments = sys.argv[1:]
     try:
-        name, config = parse(sys.argv[1:], "python -m experiments.train")
+        chosen = parse(arguments, "python -m experiments.train")
+        if chosen.print_config:
+            print(print_config(chosen))
+            return 0
         from rljax import processes
 
-        processes.initialize(config.processes)
+        processes.initialize(chosen.config.processes)
         if not processes.is_first():
             logging.getLogger("rljax").setLevel(logging.WARNING)
         from rljax.training import train
 
-        result = train(config, name, _STARTED)
+        result = train(chosen.config, name=chosen.name, started=_STARTED)
     except RljaxError as error:
         return fail(error)
     except KeyboardInterrupt:

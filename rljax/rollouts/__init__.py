@@ -1,12 +1,20 @@
 """From the sampler's responses to the trainer's batch: groups, dynamic sampling, staleness."""
 
-from rljax.rollouts.collect import Collected, CollectState, collect
+from rljax.rollouts.collect import (
+    Collected,
+    CollectSettings,
+    CollectState,
+    GroupSource,
+    collect,
+)
 from rljax.rollouts.groups import ScoredGroup, component_metrics, make_batch, score_groups
 from rljax.rollouts.shared_prompts import plan_sharing, share_batch, share_rows, unshare
 
 __all__ = [
+    "CollectSettings",
     "CollectState",
     "Collected",
+    "GroupSource",
     "ScoredGroup",
     "collect",
     "component_metrics",

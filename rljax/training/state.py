@@ -1,4 +1,4 @@
-"""The trainer's state and its optimizer."""
+"""What changes from step to step: the train state, and all else that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jaxtyping import Array, Int
 from rljax import losses as L
 from rljax import mesh as meshes
 from rljax import models, processes
-from rljax.config import OptimizerSettings
 from rljax.errors import InputError
 from rljax.models import ModelConfig, Params
+from rljax.rollouts import CollectState
 
 
 @struct.dataclass
@@ -25,14 +25,14 @@ class TrainState:
     """Everything that an update changes; 12 bytes a parameter with AdamW.
 
     Attributes:
-      step: int32, optimizer updates tried (skipped ones included).
+      step: int32, optimizer updates tried: those skipped are counted, those held are not.
       params: float32 master weights; with adapters theirs, as `models.init_adapters` makes them.
       critic: The critic's, as `models.init_critic` makes it; None without one.
       base: With adapters, the frozen weights under them; not part of checkpoints.
       objective: What the objective remembers from step to step (`Objective.init_state`).
       opt_state: The optimizer's.
       skipped: int32, updates skipped so far for want of a finite gradient or of any weight.
-      skipped_in_row: int32, the last of them without one between.
+      skipped_in_row: int32, how many of the last updates were skipped without a break.
     """
 
     step: Int[Array, ""]
@@ -46,83 +46,101 @@ class TrainState:
 
     @property
     def trained(self) -> Any:
-        """What the optimizer changes: the policy's weights, with the critic's where there are."""
+        """What the optimizer changes: the policy's weights, and the critic's where it has one."""
         return self.params if self.critic is None else (self.params, self.critic)
 
     @property
     def whole(self) -> Params:
-        """The weights of all matrices, adapters left out."""
+        """The weights of all matrices, without adapters."""
         return self.params if self.base is None else self.base
+
+    @property
+    def applied(self) -> Int[Array, ""]:
+        """int32, updates that changed the weights: what the learning-rate schedule counts."""
+        return self.step - self.skipped
 
     def weights(self, lora: models.Lora | None) -> Params:
         """The policy's weights, adapters merged."""
         return policy_weights(self.params, self.base, lora)
 
 
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Counters of a run that only the host needs.
+
+    Attributes:
+      seconds: Time spent so far, over all restarts.
+      eval_before: Greedy held-out accuracy before the first step; None: not evaluated.
+      eval_last: The newest greedy held-out accuracy.
+      best: The best greedy held-out accuracy.
+      evals_above_target: Evaluations in a row at or above `stop_at`.
+    """
+
+    seconds: float = 0.0
+    eval_before: float | None = None
+    eval_last: float | None = None
+    best: float | None = None
+    evals_above_target: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class RunState:
+    """Everything that shapes the rest of a run: what a checkpoint holds, and nothing else.
+
+    Attributes:
+      train: Weights, optimizer and all else on the devices.
+      step: Rollout batches trained on; also the version of the policy's weights.
+      data: Position of the prompt stream.
+      collect: What dynamic sampling remembers.
+      progress: Counters for the log and for when to stop.
+    """
+
+    train: TrainState
+    step: int = 0
+    data: dict[str, Any] = dataclasses.field(default_factory=dict)
+    collect: CollectState = dataclasses.field(default_factory=CollectState)
+    progress: Progress = Progress()
+
+    def replace(self, **changes: Any) -> RunState:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def host(self) -> dict[str, Any]:
+        """All but `train`, as JSON can hold it."""
+        return {
+            "step": self.step,
+            "data": self.data,
+            "collect": self.collect.to_json(),
+            "progress": dataclasses.asdict(self.progress),
+        }
+
+    @classmethod
+    def restored(cls, train: TrainState, host: dict[str, Any], prompts: Any) -> RunState:
+        """The inverse of `host`; a field that an older version did not write has its default.
+
+        Args:
+          train: The restored train state.
+          host: What `host` gave.
+          prompts: The prompts of the run, to which kept groups refer.
+        """
+        known = {f.name for f in dataclasses.fields(Progress)}
+        progress = {k: v for k, v in host.get("progress", host).items() if k in known}
+        return cls(
+            train=train,
+            step=host["step"],
+            data=host["data"],
+            collect=CollectState.from_json(host["collect"], prompts),
+            progress=Progress(**progress),
+        )
+
+
 def policy_weights(params: Params, base: Params | None, lora: models.Lora | None) -> Params:
-    """The policy's weights from what is trained and what is not."""
+    """The policy's weights from those that are trained and those that are frozen."""
     if lora is None:
         return params
     if base is None:
-        raise InputError("adapters rest on weights, got none; set TrainState.base")
+        raise InputError("adapters need the weights under them, got none; set TrainState.base")
     return models.merge_adapters(base, params, lora)
-
-
-def learning_rate(settings: OptimizerSettings, updates: int) -> optax.Schedule:
-    """The rate at each update: a linear rise whose first step is not idle, then the schedule.
-
-    Args:
-      settings: Rate, warm-up steps and schedule.
-      updates: Optimizer steps of the whole run.
-    """
-    rate, rise = settings.learning_rate, settings.warmup_steps
-    fall = max(updates - rise, 1)
-    after = {
-        "constant": optax.constant_schedule(rate),
-        "linear": optax.linear_schedule(rate, rate / 10, fall),
-        "cosine": optax.cosine_decay_schedule(rate, fall, alpha=0.1),
-    }[settings.lr_schedule]
-    if rise <= 1:
-        return after
-    return optax.join_schedules([optax.linear_schedule(rate / rise, rate, rise - 1), after], [rise])
-
-
-def make_optimizer(
-    settings: OptimizerSettings, updates: int, with_critic: bool = False
-) -> optax.GradientTransformation:
-    """AdamW behind a global-norm clip (Loshchilov and Hutter, 2019).
-
-    Args:
-      settings: Rates, decays and the clip.
-      updates: Optimizer steps of the whole run.
-      with_critic: Whether a critic is trained beside the policy, with its own rate and clip.
-    """
-
-    def chain(settings: OptimizerSettings) -> optax.GradientTransformation:
-        return optax.chain(
-            optax.clip_by_global_norm(settings.max_grad_norm),
-            optax.adamw(
-                learning_rate(settings, updates),
-                b1=settings.adam_b1,
-                b2=settings.adam_b2,
-                weight_decay=settings.weight_decay,
-                mask=_decays,
-            ),
-        )
-
-    if not with_critic:
-        return chain(settings)
-    critic = dataclasses.replace(settings, learning_rate=settings.critic_learning_rate)
-    return optax.multi_transform(
-        {"policy": chain(settings), "critic": chain(critic)}, ("policy", "critic")
-    )
-
-
-def _decays(trained: Any) -> Any:
-    """Which weights decay: all but correction biases, which the load moves, not a gradient."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: not models.path_name(path).endswith("/correction"), trained
-    )
 
 
 def _fresh(
@@ -146,18 +164,18 @@ def create(
     critic: Params | None = None,
     on_host: bool = False,
 ) -> TrainState:
-    """A fresh state around float32 weights; moments are laid out like their weights.
+    """A fresh state around float32 weights; moments are sharded like their weights.
 
     Args:
       params: The weights.
       optimizer: What updates them.
       objective: What is minimised; some remember something from step to step.
-      mesh: Where the weights lie.
+      mesh: Where the weights are.
       critic: The critic's weights, where the objective has one.
-      on_host: Whether moments wait in the host's memory between updates.
+      on_host: Whether moments are kept in host memory between updates.
 
     Raises:
-      ValueError: The devices have no such memory.
+      InputError: The devices have no such memory.
     """
 
     def build(params: Params, critic: Params | None) -> TrainState:
@@ -193,9 +211,9 @@ def abstract(
 def state_shardings(
     state: TrainState, params: Params, mesh: Mesh, on_host: bool = False
 ) -> TrainState:
-    """Shardings of a whole state: parameter-shaped parts like the parameters, the rest whole.
+    """Shardings of a whole state: parameter-shaped parts like the parameters, the rest replicated.
 
-    With `on_host`, moments are in the host's memory; refusals are those of `meshes.on_host`.
+    With `on_host`, moments are in host memory; errors are those of `meshes.on_host`.
     """
     whole = meshes.replicated(mesh)
     structure: Any = jax.tree.structure(params)

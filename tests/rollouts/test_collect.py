@@ -1,5 +1,6 @@
 """Collecting groups: order, dynamic sampling, its cap, surplus and staleness, faulty rewards."""
 
+import datetime
 import json
 import logging
 
@@ -8,7 +9,14 @@ import pytest
 
 from rljax.data import CharTokenizer, PromptStream
 from rljax.rewards import Scorer
-from rljax.rollouts import CollectState, collect, component_metrics, make_batch
+from rljax.rollouts import (
+    CollectSettings,
+    CollectState,
+    GroupSource,
+    collect,
+    component_metrics,
+    make_batch,
+)
 from rljax.sampling import Response, SamplingParams
 
 TOKENIZER = CharTokenizer("0123456789")
@@ -45,12 +53,12 @@ def run(engine, state=None, scorer=None, n=4, **kwargs):
     stream = PromptStream(rows(40), TOKENIZER, seed=1)
     with scorer or Scorer(("exact_match",)) as scorer:
         return collect(
-            engine, stream, TOKENIZER, scorer, SAMPLING, state or CollectState(),
-            num_groups=n, num_generations=2, seed=0, **kwargs,
+            GroupSource(engine, TOKENIZER, scorer, SAMPLING), stream, state or CollectState(),
+            CollectSettings(num_groups=n, num_generations=2, seed=0, **kwargs),
         )  # fmt: skip
 
 
-def test_groups_come_in_the_order_of_requests_whoever_finished_first():
+def test_groups_come_in_the_order_of_requests_not_of_finishing():
     engine = FakeEngine(lambda i: ["7", "8"])
     found, _ = run(engine)
     assert [g.prompt.id for g in found.groups] == [i for i, _ in engine.asked[0]]
@@ -90,13 +98,29 @@ def test_surplus_groups_are_kept_within_the_staleness_limit_and_counted_when_dro
     stale, _ = run(FakeEngine(engine.answers, version=2), later, dynamic=True, max_staleness=1)
     assert (stale.reused, stale.dropped_stale) == (0, 4)
     on_policy, none_left = run(engine, state, dynamic=True)
-    assert (on_policy.dropped_stale, none_left.surplus) == (4, ())
+    assert (on_policy.dropped_unused, none_left.surplus) == (4, ())
+    # Unused is not stale: the log tells them apart.
+    values = on_policy.metrics()
+    assert (values["staleness/dropped"], values["group/dropped"]) == (0, 4)
+    assert stale.metrics()["staleness/dropped"] == 8  # responses
+
+
+def test_an_estimate_of_no_degenerate_groups_is_an_estimate():
+    """One bad wave moves a running estimate of 0; it replaces only what is unknown."""
+    engine = FakeEngine(lambda i: ["7", "7"])
+    known = run(engine, CollectState(degenerate_rate=0.0), dynamic=True, max_oversampling=1)[1]
+    assert known.degenerate_rate == pytest.approx(0.2)
+    assert run(engine, dynamic=True, max_oversampling=1)[1].degenerate_rate == 1.0
 
 
 def test_the_state_survives_json_bit_for_bit():
     engine = FakeEngine(lambda i: ["7", "8"])
     _, state = run(engine, CollectState(degenerate_rate=0.5), dynamic=True, max_staleness=1)
-    back = CollectState.from_json(json.loads(json.dumps(state.to_json())))
+    prompts = PromptStream(rows(40), TOKENIZER, seed=1).prompts
+    saved = json.loads(json.dumps(state.to_json()))
+    back = CollectState.from_json(saved, prompts)
+    with pytest.raises(ValueError, match="which the data lack"):
+        CollectState.from_json(saved, prompts[:1])
     assert back.degenerate_rate == state.degenerate_rate
     for one, other in zip(state.surplus, back.surplus, strict=True):
         assert (one.prompt.id, one.prompt.draw, one.texts) == (
@@ -107,6 +131,17 @@ def test_the_state_survives_json_bit_for_bit():
             np.testing.assert_array_equal(a.tokens, b.tokens)
             np.testing.assert_array_equal(a.logp, b.logp)
             assert a.logp.dtype == b.logp.dtype == np.float32
+
+
+def test_columns_that_json_cannot_hold_do_not_enter_a_checkpoint():
+    prompt = rows(1)[0] | {"when": datetime.date(2026, 1, 1), "raw": b"x"}
+    stream = PromptStream([prompt] * 4, TOKENIZER, seed=1)
+    with Scorer(("exact_match",)) as scorer:
+        source = GroupSource(FakeEngine(lambda i: ["7", "8"]), TOKENIZER, scorer, SAMPLING)
+        settings = CollectSettings(2, 2, seed=0, dynamic=True, max_staleness=1)
+        _, state = collect(source, stream, CollectState(degenerate_rate=0.5), settings)
+    back = CollectState.from_json(json.loads(json.dumps(state.to_json())), stream.prompts)
+    assert back.surplus[0].prompt.columns["when"] == datetime.date(2026, 1, 1)
 
 
 def sometimes_raises(completions, **_):

@@ -1,0 +1,49 @@
+"""Compilations that are announced: a program's first use with a shape, and what it took."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+
+from rljax.monitoring import compilations
+
+_log = logging.getLogger(__name__)
+
+
+class FirstUses:
+    """Logs what is compiled at a program's first use with a shape.
+
+    Attributes:
+      announced: How many compilations were announced so far; any others are unexpected.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, str]] = set()
+        self.announced = 0
+
+    @contextlib.contextmanager
+    def of(self, program: str, shapes: object) -> Iterator[None]:
+        """Announces the compilations inside the block, if it is the first for these shapes.
+
+        Args:
+          program: What runs inside.
+          shapes: Its shapes, as they are to be told.
+        """
+        key = (program, str(shapes))
+        if key in self._seen:
+            yield
+            return
+        self._seen.add(key)
+        before, started = compilations.count(), time.perf_counter()
+        _log.info("compiling %s for %s", *key)
+        yield
+        compiled = compilations.count() - before
+        self.announced += compiled
+        _log.info(
+            "compiled %s for %s: %d programs, first run included %.1f s",
+            *key,
+            compiled,
+            time.perf_counter() - started,
+        )
