@@ -28,6 +28,7 @@ from rljax.data import (
     TASKS,
     CharTokenizer,
     Prompt,
+    PromptFormat,
     PromptStream,
     Tokenizer,
     load_prompts,
@@ -178,20 +179,15 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
     rules = meshes.read_rules(config.model.train_rules, meshes.TRAIN_RULES)
     policy = _Policy.open(config, mesh, rules)
     settings, data = config.rollout, config.data
-    columns: dict[str, Any] = {
-        "question_column": data.question_column or None,
-        "answer_column": data.answer_column or None,
-    }
-    prompts = PromptStream(
-        data.data,
-        policy.tokenizer,
+    prompt_format = PromptFormat(
         data.template,
-        config.run.seed,
+        data.question_column or None,
+        data.answer_column or None,
         data.max_prompt_length,
-        **columns,
     )
+    prompts = PromptStream(data.data, policy.tokenizer, prompt_format, seed=config.run.seed)
     processes.agree({"digest of the prompts": prompts.get_state()["digest"]})
-    held_out, validation = _held_out(config, policy.tokenizer, columns)
+    held_out, validation = _held_out(config, policy.tokenizer, prompt_format)
     functions, weights = config.rewards.rewards, config.rewards.reward_weights
     with contextlib.ExitStack() as stack:
         scorer = stack.enter_context(
@@ -202,7 +198,8 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
                 output=directory / f"rewards{jax.process_index() or ''}.log",
             )
         )
-        scorer.check(prompts.prompts[0].columns)
+        for part in filter(None, (prompts.prompts, held_out, validation)):
+            scorer.check(part[0].columns)
         # Responses that end within a chunk or two leave nothing to gain from fewer rows.
         brief = settings.max_completion_length <= 2 * settings.decode_chunk
         sampling = SamplingParams(
@@ -562,20 +559,13 @@ def _alphabet(config: Config) -> str:
 
 
 def _held_out(
-    config: Config, tokenizer: Tokenizer, columns: dict[str, Any]
+    config: Config, tokenizer: Tokenizer, prompt_format: PromptFormat
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Held-out and validation prompts, as far as there are any."""
     data = config.data
 
     def load(source: str, split: str) -> list[Prompt]:
-        return load_prompts(
-            source,
-            tokenizer,
-            data.template,
-            split=split,
-            max_prompt_length=data.max_prompt_length,
-            **columns,
-        )
+        return load_prompts(source, tokenizer, prompt_format, split=split)
 
     generated = data.data in TASKS
     held_out = []
