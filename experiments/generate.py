@@ -86,7 +86,7 @@ def generate(config: Config) -> dict[str, Any]:
 
     from rljax import mesh as meshes
     from rljax import models
-    from rljax.data import load_prompts, load_tokenizer, model_path
+    from rljax.data import PromptFormat, load_prompts, load_tokenizer, model_path
     from rljax.monitoring import LiveDisplay
     from rljax.sampling import Engine, SamplingParams
 
@@ -99,9 +99,7 @@ def generate(config: Config) -> dict[str, Any]:
     prompts = load_prompts(
         config.prompts,
         tokenizer,
-        config.template,
-        question_column=config.question_column or None,
-        answer_column="",
+        PromptFormat(config.template, config.question_column or None, answer_column=""),
     )
     sampling = SamplingParams(
         max_tokens=config.max_tokens,

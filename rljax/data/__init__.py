@@ -1,7 +1,7 @@
 """Prompts: sources, generated tasks, templates, tokenizers and the stream over them."""
 
 from rljax.data.packaged import find_smollm2, model_path
-from rljax.data.prompts import Prompt, PromptStream, load_prompts
+from rljax.data.prompts import Prompt, PromptFormat, PromptStream, load_prompts
 from rljax.data.sources import load_rows
 from rljax.data.tasks import TASKS, split_rows
 from rljax.data.templates import TEMPLATES, render
@@ -12,6 +12,7 @@ __all__ = [
     "TEMPLATES",
     "CharTokenizer",
     "Prompt",
+    "PromptFormat",
     "PromptStream",
     "Tokenizer",
     "find_smollm2",

@@ -15,7 +15,7 @@ from rljax.data.templates import render
 from rljax.data.tokenizers import Tokenizer
 from rljax.errors import InputError
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,103 +37,110 @@ class Prompt:
     columns: dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class PromptFormat:
+    """How a row becomes a prompt.
+
+    Attributes:
+        template: A name in `TEMPLATES`.
+        question_column: The column of the question; None looks for the usual names. See
+            `question_and_answer`.
+        answer_column: The column of the answer; None looks for the usual names, "" if the rewards
+            need none.
+        max_prompt_length: The most tokens a prompt may have; None for no limit.
+        too_long: "drop" leaves longer prompts out and logs how many; "error" refuses them.
+    """
+
+    template: str = "none"
+    question_column: str | Sequence[str] | None = None
+    answer_column: str | None = None
+    max_prompt_length: int | None = None
+    too_long: Literal["drop", "error"] = "drop"
+
+    def __post_init__(self) -> None:
+        """Refuses values that mean nothing, in one line."""
+        if self.too_long not in ("drop", "error"):
+            raise InputError(f"too_long={self.too_long!r} is unknown: use 'drop' or 'error'")
+        if self.max_prompt_length is not None and self.max_prompt_length < 1:
+            raise InputError(
+                f"max_prompt_length={self.max_prompt_length} is too small: use at least 1"
+            )
+
+
+_PLAIN = PromptFormat()
+
+
 def load_prompts(
     source: Source,
     tokenizer: Tokenizer,
-    template: str = "none",
+    prompt_format: PromptFormat = _PLAIN,
     *,
     split: str | None = "train",
-    max_prompt_length: int | None = None,
-    too_long: Literal["drop", "error"] = "drop",
-    question_column: str | Sequence[str] | None = None,
-    answer_column: str | None = None,
     task_seed: int = 0,
 ) -> list[Prompt]:
     """Loads, renders and encodes a data set, in its own order, with draw 0.
 
     Args:
-        source: A generated task's name, a .jsonl or .parquet file, a folder of them, or rows.
+        source: A generated task's name, a .jsonl or .parquet file, a folder of them, or rows: a
+            list of dicts, of questions (texts) or of lists of chat messages.
         tokenizer: Encodes the rendered text.
-        template: A name in `TEMPLATES`.
+        prompt_format: Template, columns and length limit.
         split: Which split of a task or folder; see `load_rows`.
-        max_prompt_length: The most tokens a prompt may have; None for no limit.
-        too_long: "drop" leaves longer prompts out and logs how many; "error" refuses them.
-        question_column: See `question_and_answer`.
-        answer_column: See `question_and_answer`.
         task_seed: See `load_rows`.
 
     Returns:
         The prompts.
 
     Raises:
-        FileNotFoundError: Where the source does not exist.
-        ValueError: Where it is empty, malformed or lacks a column, or where a prompt is empty or
+        MissingFileError: Where the source does not exist.
+        InputError: Where it is empty, malformed or lacks a column, or where a prompt is empty or
             (all of them, or one with too_long="error") longer than max_prompt_length.
     """
-    return _load(
-        source,
-        tokenizer,
-        template,
-        split,
-        max_prompt_length,
-        too_long,
-        question_column,
-        answer_column,
-        task_seed,
-    )[0]
-
-
-def _load(
-    source: Source,
-    tokenizer: Tokenizer,
-    template: str,
-    split: str | None,
-    max_prompt_length: int | None,
-    too_long: str,
-    question_column: str | Sequence[str] | None,
-    answer_column: str | None,
-    task_seed: int,
-) -> tuple[list[Prompt], int]:
-    """The prompts and how many were dropped."""
-    if too_long not in ("drop", "error"):
-        raise InputError(f"too_long={too_long!r} is unknown: use 'drop' or 'error'")
-    if max_prompt_length is not None and max_prompt_length < 1:
-        raise InputError(f"max_prompt_length={max_prompt_length} is too small: use at least 1")
     name = describe(source)
     rows = load_rows(source, split, task_seed)
-    rows = question_and_answer(rows, question_column, answer_column, name)
-    prompts = []
-    lengths = []
-    for i, row in enumerate(rows):
-        text = render(template, row["question"], tokenizer)
-        tokens = np.asarray(tokenizer.encode(text), np.int32)
-        if not len(tokens):
-            raise InputError(f"row {i} of {name} renders to no tokens at all: remove the row")
-        lengths.append(len(tokens))
-        if max_prompt_length is None or len(tokens) <= max_prompt_length:
-            prompts.append(Prompt(id=i, draw=0, tokens=tokens, text=text, columns=row))
-        elif too_long == "error":
-            raise InputError(
-                f"row {i} of {name} is {len(tokens)} tokens long, over "
-                f"max_prompt_length={max_prompt_length}: raise it or use too_long='drop'"
-            )
-    if not prompts:
+    rows = question_and_answer(
+        rows, prompt_format.question_column, prompt_format.answer_column, name
+    )
+    limit = prompt_format.max_prompt_length
+    prompts = [
+        _render(i, row, tokenizer, prompt_format.template, name) for i, row in enumerate(rows)
+    ]
+    kept = [p for p in prompts if limit is None or len(p.tokens) <= limit]
+    if len(kept) == len(prompts):
+        return prompts
+    lengths = [len(p.tokens) for p in prompts]
+    if not kept:
         raise InputError(
-            f"all {len(rows)} prompts of {name} are longer than "
-            f"max_prompt_length={max_prompt_length} (the shortest has {min(lengths)} tokens): "
-            "raise it"
+            f"all {len(rows)} prompts of {name} are longer than max_prompt_length={limit} (the "
+            f"shortest has {min(lengths)} tokens): raise it"
         )
-    if len(prompts) < len(rows):
-        logger.warning(
-            "%s: dropped %d of %d prompts, longer than max_prompt_length=%d tokens "
-            "(the longest has %d)",
-            name,
-            len(rows) - len(prompts),
-            len(rows),
-            max_prompt_length,
-            max(lengths),
+    if prompt_format.too_long == "error":
+        kept_ids = {p.id for p in kept}
+        first = next(p for p in prompts if p.id not in kept_ids)
+        raise InputError(
+            f"row {first.id} of {name} is {len(first.tokens)} tokens long, over "
+            f"max_prompt_length={limit}: raise it or use too_long='drop'"
         )
-    return prompts, len(rows) - len(prompts)
+    _log.warning(
+        "%s: dropped %d of %d prompts, longer than max_prompt_length=%d tokens "
+        "(the longest has %d)",
+        name,
+        len(prompts) - len(kept),
+        len(prompts),
+        limit,
+        max(lengths),
+    )
+    return kept
+
+
+def _render(
+    index: int, row: dict[str, Any], tokenizer: Tokenizer, template: str, name: str
+) -> Prompt:
+    text = render(template, row["question"], tokenizer)
+    tokens = np.asarray(tokenizer.encode(text), np.int32)
+    if not len(tokens):
+        raise InputError(f"row {index} of {name} renders to no tokens at all: remove the row")
+    return Prompt(id=index, draw=0, tokens=tokens, text=text, columns=row)
 
 
 class PromptStream(Iterator[Prompt]):
@@ -144,36 +151,35 @@ class PromptStream(Iterator[Prompt]):
 
     Attributes:
         prompts: All prompts, in the data set's order.
-        dropped: How many rows were left out for their length.
     """
 
     def __init__(
         self,
         source: Source,
         tokenizer: Tokenizer,
-        template: str = "none",
-        seed: int = 0,
-        max_prompt_length: int | None = None,
+        prompt_format: PromptFormat = _PLAIN,
         *,
+        seed: int = 0,
         split: str | None = "train",
-        too_long: Literal["drop", "error"] = "drop",
-        question_column: str | Sequence[str] | None = None,
-        answer_column: str | None = None,
         task_seed: int = 0,
     ):
-        """Loads the data set; arguments and errors as in `load_prompts`, and seed (from 0)."""
+        """Loads the data set.
+
+        Args:
+            source: See `load_prompts`, as for all others.
+            tokenizer: Encodes the rendered text.
+            prompt_format: Template, columns and length limit.
+            seed: Of the order, from 0.
+            split: Which split of a task or folder.
+            task_seed: See `load_rows`.
+
+        Raises:
+            InputError: As `load_prompts`, and for a negative seed.
+        """
         if seed < 0:
             raise InputError(f"seed={seed} is negative: use 0 or more")
-        self.prompts, self.dropped = _load(
-            source,
-            tokenizer,
-            template,
-            split,
-            max_prompt_length,
-            too_long,
-            question_column,
-            answer_column,
-            task_seed,
+        self.prompts = load_prompts(
+            source, tokenizer, prompt_format, split=split, task_seed=task_seed
         )
         self._seed = seed
         self._digest = _digest(self.prompts)
@@ -205,13 +211,13 @@ class PromptStream(Iterator[Prompt]):
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Moves to a position that `get_state` told.
+        """Moves to a position that `get_state` returned.
 
         Args:
             state: Of a stream over the same prompts with the same seed.
 
         Raises:
-            ValueError: Where the state is of other prompts or another seed.
+            InputError: Where the state is of other prompts or another seed.
         """
         if state["seed"] != self._seed:
             raise InputError(

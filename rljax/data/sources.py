@@ -2,14 +2,17 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rljax.data.tasks import SPLITS, TASKS, Row
 from rljax.errors import InputError, MissingFileError
 
-Source = str | Path | Sequence[Mapping[str, Any]]
+RowLike = Mapping[str, Any] | str | Sequence[Mapping[str, Any]]
+"""A dict of columns, or a question alone: its text, or a list of chat messages."""
+
+Source = str | Path | Iterable[RowLike]
 
 QUESTION_COLUMNS = ("question", "problem", "prompt", "Question", "Problem", "input")
 ANSWER_COLUMNS = ("answer", "Answer", "final_answer", "solution", "Solution")
@@ -22,7 +25,8 @@ def load_rows(source: Source, split: str | None = None, task_seed: int = 0) -> l
     Args:
         source: The name of a generated task (`TASKS`), a .jsonl or .parquet file, a folder of such
             files (read in the order of their names; folders inside it are not looked into), or
-            the rows themselves.
+            the rows themselves: dicts of columns, or questions without answers (texts, or lists
+            of chat messages {"role", "content"}), which get the column question.
         split: "train", "validation" or "test". Needed for generated tasks. Of a folder whose
             files begin with the name of a split, only that split's are read. A single file and
             rows given directly are always taken whole.
@@ -43,7 +47,7 @@ def load_rows(source: Source, split: str | None = None, task_seed: int = 0) -> l
     if isinstance(source, str | Path):
         rows = [row for file in _files(Path(source), split) for row in _read(file)]
     else:
-        rows = [dict(row) for row in source]
+        rows = [_as_row(row, i) for i, row in enumerate(source)]
     if not rows:
         raise InputError(f"{describe(source)} holds no rows: give it at least one")
     columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -65,13 +69,15 @@ def question_and_answer(
         question_column: The column of the question; several are joined by a space; None looks for
             the usual names (`QUESTION_COLUMNS`).
         answer_column: The column of the answer; "" if the rewards need none (answers are "");
-            None looks for the usual names (`ANSWER_COLUMNS`).
+            None looks for the usual names (`ANSWER_COLUMNS`) and, where there is none of them,
+            adds no column: a reward function that needs an answer then refuses the data
+            (`Scorer.check`).
         name: What to call the source in errors.
 
     Returns:
         Rows with `question` (text, or a list of chat messages) and `answer` (text, unchanged:
-        extracting the final answer of a worked solution is the verifier's part) besides all their
-        other columns.
+        the verifier extracts the final answer of a worked solution) besides all their other
+        columns.
 
     Raises:
         ValueError: Where a column is missing, or a row has no question or answer.
@@ -79,17 +85,37 @@ def question_and_answer(
     if question_column is None:
         question_column = _find(rows[0], QUESTION_COLUMNS, "question", name)
     if answer_column is None:
-        answer_column = _find(rows[0], ANSWER_COLUMNS, "answer", name)
+        answer_column = next((c for c in ANSWER_COLUMNS if c in rows[0]), None)
     parts = [question_column] if isinstance(question_column, str) else list(question_column)
     result = []
     for i, row in enumerate(rows):
         values = [_value(row, part, "question_column", i, name) for part in parts]
         question = values[0] if len(values) == 1 else " ".join(map(_text, values))
-        answer = _value(row, answer_column, "answer_column", i, name) if answer_column else ""
         if not isinstance(question, list):
             question = _text(question)
-        result.append({**row, "question": question, "answer": _text(answer)})
+        found = {"question": question}
+        if answer_column is not None:
+            answer = _value(row, answer_column, "answer_column", i, name) if answer_column else ""
+            found["answer"] = _text(answer)
+        result.append({**row, **found})
     return result
+
+
+def _as_row(row: Any, index: int) -> Row:
+    if isinstance(row, Mapping):
+        return dict(row)
+    messages = isinstance(row, list | tuple) and all(isinstance(m, Mapping) for m in row)
+    if row and (messages or isinstance(row, str)):
+        return {"question": row if isinstance(row, str) else list(row)}
+    raise InputError(
+        f"row {index} of the given list of rows is {_short(row)}: give a dict with a question and "
+        "an answer, the text of a question, or a list of chat messages"
+    )
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def describe(source: Source) -> str:

@@ -1,4 +1,4 @@
-"""The trainer's end of a reward worker: starts it, calls it within a time limit, kills it."""
+"""A reward worker as the trainer sees it: started, called within a time limit, killed."""
 
 import contextlib
 import os
@@ -21,8 +21,12 @@ from rljax.rewards.worker import Outcome
 STARTUP_S = 120.0
 
 
+class CannotPickleError(InputError):
+    """A function that cannot be sent to a process of its own."""
+
+
 class Reply(NamedTuple):
-    """What a call brought: outcomes, or why the call as a whole failed and whether it hung."""
+    """What a call returned: outcomes, or why the call as a whole failed and whether it hung."""
 
     outcomes: list[Outcome] | None
     reason: str = ""
@@ -45,7 +49,7 @@ class RewardProcess:
     def __init__(
         self, function: str | Callable[..., Any], timeout_s: float, output: str | Path | None = None
     ):
-        """Starts the process; ValueError where the function cannot be loaded."""
+        """Starts the process; InputError where the function cannot be loaded."""
         self._timeout_s = timeout_s
         self._payload = function if isinstance(function, str) else _pickle(function)
         # As they are now, so that a process started anew finds what this one finds.
@@ -125,7 +129,7 @@ class RewardProcess:
         except (EOFError, OSError):
             status = self._kill()
             raise InputError(
-                f"loading the reward function ended its process ({status}): mend its imports"
+                f"loading the reward function ended its process ({status}): fix its imports"
             ) from None
         except ValueError:
             self._kill()
@@ -168,7 +172,7 @@ def _pickle(function: Callable[..., Any]) -> bytes:
         return cloudpickle.dumps(function)
     except Exception as error:
         name = getattr(function, "__name__", repr(function))
-        raise InputError(
-            f"reward function {name} cannot be sent to its process "
+        raise CannotPickleError(
+            f"reward function {name} cannot be sent to a process of its own "
             f"({worker.one_line(error)}): keep it in a file and name it path/to/file.py:{name}"
         ) from None

@@ -1,9 +1,11 @@
-"""Scores responses with reward functions, such that a faulty function costs only its samples."""
+"""Scores responses with reward functions; a failure in one costs only the samples it fails on."""
 
 import collections
 import dataclasses
+import functools
 import logging
 import math
+import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,11 +17,11 @@ from jaxtyping import Bool, Float32
 
 from rljax.errors import InputError
 from rljax.rewards import worker
-from rljax.rewards.process import Reply, RewardProcess
+from rljax.rewards.process import CannotPickleError, Reply, RewardProcess
 from rljax.rewards.verifiers import VERIFIERS
 from rljax.rewards.worker import Outcome
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 RESERVED = ("prompts", "completions", "completion_ids")
 
@@ -30,12 +32,12 @@ RewardFunction = str | Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scores:
-    """What the reward functions said of B responses; K functions.
+    """The scores of B responses by K reward functions.
 
     Attributes:
         rewards: Their weighted sum, float32 [B]; 0 where not valid.
-        scores: What the first function, the verifier, said, float32 [B]; 0 where not valid.
-        components: What each function said, unweighted, float32 [B, K]; NaN where it failed.
+        scores: The first function's values, the verifier's, float32 [B]; 0 where not valid.
+        components: Each function's values, unweighted, float32 [B, K]; NaN where it failed.
         valid: False where any function failed: to be left out everywhere, bool [B].
         failures: One line for each failure.
     """
@@ -48,7 +50,7 @@ class Scores:
 
 
 class Scorer:
-    """Calls reward functions on a batch of responses and sums what they say.
+    """Calls reward functions on a batch of responses and sums their values.
 
     Each function is called once with keyword arguments, lists of equal length: `prompts` (texts),
     `completions` (texts), `completion_ids` (lists of ids) and every data column; those its
@@ -58,13 +60,22 @@ class Scorer:
     The library's own verifiers run in this process. A user's function runs in a process of its
     own, which has one thread and keeps its state between calls. Where a call fails as a whole
     (raises, exits, takes longer than the time limit, returns another number of values), its
-    samples are tried again one at a time, so that only the guilty ones are lost. A value that is
-    None, not a number or not finite loses its sample. A process that hung or died is started anew.
+    samples are tried again one at a time, so that only those that cause the failure are lost. A
+    value that is None, not a number or not finite loses its sample. A process that hung or died is
+    started anew.
+
+    A Python function given by itself is sent to its process as it is at the start, with the
+    variables it uses (by cloudpickle); what it changes there, such as a counter in a notebook, is
+    not seen here. One that cannot be sent, such as one that uses an open file, a lock or a model
+    on an accelerator, runs in a thread of this process, and a warning says so: exceptions, exit()
+    and the time limit cost its samples only, as for the others, but a call that hangs goes on in
+    the background, and one that ends the process ends the run.
 
     A scorer may be called from several threads. Close it, or use it as a context manager.
 
     Attributes:
-        names: A name for each function, all different, for metrics.
+        names: A name for each function, all different, for metrics: `__name__`, or the part of a
+            reference after its colon.
         failed: How many samples each function has lost so far, by its name.
     """
 
@@ -80,7 +91,8 @@ class Scorer:
         """Loads the functions.
 
         Args:
-            functions: The first is the verifier, whose values are the `scores`.
+            functions: Names, references and Python functions (see `RewardFunction`), mixed as
+                you like. The first is the verifier, whose values are the `scores`.
             weights: A weight for each function; None: 1 each.
             timeout_s: Seconds that one call of a user's function may take: the call of all
                 samples first and, if that failed, the call of each sample alone.
@@ -89,7 +101,8 @@ class Scorer:
             output: File to which the user's functions' printing is appended; None: standard error.
 
         Raises:
-            ValueError: Where a function cannot be loaded, or a number does not fit.
+            InputError: Where a function cannot be loaded, two have one name, or a number does not
+                fit.
         """
         if isinstance(functions, str) or not functions:
             raise InputError(
@@ -110,10 +123,10 @@ class Scorer:
         self.weights = tuple(float(w) for w in weights)
         self.timeout_s = float(timeout_s)
         self.max_hangs = max_hangs
-        self.names = _unique_names(functions)
+        self.names = _names(functions)
         self.failed: collections.Counter[str] = collections.Counter()
         self._count = threading.Lock()
-        self._functions: list[_InProcess | RewardProcess] = []
+        self._functions: list[_Loaded] = []
         try:
             for function in functions:
                 self._functions.append(self._load(function, output))
@@ -128,7 +141,7 @@ class Scorer:
             columns: The names of the data columns.
 
         Raises:
-            ValueError: Where a function requires a column that the data lack, or a column has the
+            InputError: Where a function requires a column that the data lack, or a column has the
                 name of another argument.
         """
         have = list(columns)
@@ -143,8 +156,9 @@ class Scorer:
             if missing:
                 raise InputError(
                     f"reward function {name} requires the argument {missing[0]!r}, which the data "
-                    f"lack (columns {', '.join(have) or 'none'}): add the column or give the "
-                    "argument a default"
+                    f"lack (columns {', '.join(have) or 'none'}): add the column"
+                    + (", name it by answer_column" if missing[0] == "answer" else "")
+                    + " or give the argument a default"
                 )
 
     def __call__(
@@ -166,7 +180,7 @@ class Scorer:
             The scores.
 
         Raises:
-            ValueError: Where lengths differ or a column has the name of another argument; never
+            InputError: Where lengths differ or a column has the name of another argument; never
                 for what a function does.
         """
         size = len(prompts)
@@ -221,9 +235,7 @@ class Scorer:
         """Closes."""
         self.close()
 
-    def _load(
-        self, function: RewardFunction, output: str | Path | None
-    ) -> "_InProcess | RewardProcess":
+    def _load(self, function: RewardFunction, output: str | Path | None) -> "_Loaded":
         if isinstance(function, str) and ":" not in function:
             if function not in VERIFIERS:
                 raise InputError(
@@ -232,13 +244,20 @@ class Scorer:
                 )
             function = VERIFIERS[function]
         if not isinstance(function, str) and function in VERIFIERS.values():
-            return _InProcess(function)
-        return RewardProcess(function, self.timeout_s, output)
+            return _Verifier(function)
+        try:
+            return RewardProcess(function, self.timeout_s, output)
+        except CannotPickleError as error:
+            assert not isinstance(function, str)
+            _log.warning(
+                "%s; it runs in this process, where it cannot be stopped if it hangs", error
+            )
+            return _InThread(function, self.timeout_s)
 
     def _outcomes(
         self,
         name: str,
-        function: "_InProcess | RewardProcess",
+        function: "_Loaded",
         arguments: Mapping[str, Sequence[Any]],
         size: int,
     ) -> list[Outcome]:
@@ -264,7 +283,7 @@ class Scorer:
             hangs += single.hung
             outcomes.extend([single.reason] if single.outcomes is None else single.outcomes)
         if not any(isinstance(outcome, str) for outcome in outcomes):
-            logger.warning(
+            _log.warning(
                 "reward function %s of all %d samples %s, of each sample alone worked: %s",
                 name,
                 size,
@@ -281,7 +300,7 @@ class Scorer:
         told = [f"{count} x {reason}" for reason, count in reasons.most_common(3)]
         if len(reasons) > 3:
             told.append(f"{len(reasons) - 3} other reasons")
-        logger.warning(
+        _log.warning(
             "%d of %d samples could not be scored and are left out: %s",
             len(lost),
             size,
@@ -291,7 +310,7 @@ class Scorer:
             self.failed.update(name for name, _, _ in failures)
 
 
-class _InProcess:
+class _Verifier:
     """A verifier of the library, called directly."""
 
     def __init__(self, function: Callable[..., Any]):
@@ -306,17 +325,56 @@ class _InProcess:
         pass
 
 
-def _unique_names(functions: Sequence[RewardFunction]) -> tuple[str, ...]:
-    names: list[str] = []
-    for function in functions:
-        if isinstance(function, str):
-            base = function.rpartition(":")[2]
-        else:
-            base = getattr(function, "__name__", type(function).__name__)
-        name = base
-        for number in range(2, len(functions) + 1):
-            if name not in names:
-                break
-            name = f"{base}_{number}"
-        names.append(name)
-    return tuple(names)
+class _InThread:
+    """A user's function that cannot leave this process, called in a thread with a time limit.
+
+    A call that takes too long is abandoned: its thread goes on until the function returns, as
+    threads cannot be stopped, and its result is ignored.
+    """
+
+    def __init__(self, function: Callable[..., Any], timeout_s: float):
+        self._function = function
+        self._timeout_s = timeout_s
+        self.accepts, self.requires = worker.parameters(function)
+
+    def call(self, arguments: dict[str, list[Any]], size: int) -> Reply:
+        replies: queue.SimpleQueue[list[Outcome] | str] = queue.SimpleQueue()
+        threading.Thread(
+            target=lambda: replies.put(worker.call(self._function, arguments, size)), daemon=True
+        ).start()
+        try:
+            outcome = replies.get(timeout=self._timeout_s)
+        except queue.Empty:
+            return Reply(None, f"took longer than {self._timeout_s:g} s", hung=True)
+        return Reply(None, outcome) if isinstance(outcome, str) else Reply(outcome)
+
+    def close(self) -> None:
+        pass
+
+
+_Loaded = _Verifier | _InThread | RewardProcess
+
+
+def _names(functions: Sequence[RewardFunction]) -> tuple[str, ...]:
+    """A name for each function; refuses two with one name, as their metrics would be one."""
+    names = tuple(map(_name, functions))
+    for name, count in collections.Counter(names).items():
+        if count > 1:
+            raise InputError(
+                f"{count} reward functions are called {name!r}, the name of their metric: rename "
+                "all but one, or give each once with its weight"
+            )
+    return names
+
+
+def _name(function: RewardFunction) -> str:
+    if isinstance(function, str):
+        return function.rpartition(":")[2]
+    if not callable(function):
+        raise InputError(
+            f"{function!r} is not a reward function: give one of {', '.join(VERIFIERS)}, "
+            "path/to/file.py:function, module:function, or a Python function"
+        )
+    if isinstance(function, functools.partial):
+        return _name(function.func)
+    return getattr(function, "__name__", type(function).__name__).strip("<>")

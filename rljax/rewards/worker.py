@@ -1,9 +1,10 @@
 """The process in which a user's reward function runs: one function, one thread, two pipes.
 
-The file is started by its path, not as a module, and imports only the standard library, so that a
-worker starts in a blink and never loads jax. It speaks with `rljax.rewards.process` in pickles over
-two pipes of its own; what the function prints goes to standard output as usual and cannot
-disturb them.
+The file is started by its path, not as a module, and imports little more than the standard library,
+so that a
+worker starts fast and never loads jax. It exchanges pickles with `rljax.rewards.process` over two
+pipes of its own; what the function prints goes to standard output as usual and cannot disturb
+them.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rljax.errors import InputError
+from rljax.errors import InputError, MissingFileError
 
 # Each sample's outcome: a score, or one line that says why there is none.
 Outcome = float | str
@@ -53,7 +54,9 @@ def load_function(reference: str) -> Callable[..., Any]:
     if where.endswith(".py"):
         path = Path(where)
         if not path.is_file():
-            raise InputError(f"reward function {reference!r}: no file {where!r}: mend the path")
+            raise MissingFileError(
+                f"reward function {reference!r}: no file {where!r}: fix the path"
+            )
         sys.path.append(str(path.parent.resolve()))  # so that it can import its neighbours
         spec = importlib.util.spec_from_file_location(f"_reward_{path.stem}", path)
         assert spec is not None and spec.loader is not None
@@ -71,7 +74,7 @@ def load_function(reference: str) -> Callable[..., Any]:
         ]
         raise InputError(
             f"reward function {reference!r}: {where!r} has no function {name!r}, it has "
-            f"{', '.join(defined) or 'none'}: mend the name"
+            f"{', '.join(defined) or 'none'}: fix the name"
         )
     return function
 

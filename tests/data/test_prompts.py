@@ -8,7 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from rljax.data import CharTokenizer, PromptStream, load_prompts
+from rljax.data import CharTokenizer, PromptFormat, PromptStream, load_prompts
+from rljax.errors import InputError
 
 TOKENIZER = CharTokenizer("abcdefghijklmnopqrstuvwxyz0123456789+=? ")
 
@@ -20,8 +21,8 @@ def rows(*questions):
 SOURCE = rows("a", "bb", "ccc", "dddd", "eeeee", "ffffff", "ggggggg")
 
 
-def stream(source=SOURCE, **options):
-    return PromptStream(source, TOKENIZER, **options)
+def stream(source=SOURCE, *, seed=0, split="train", **options):
+    return PromptStream(source, TOKENIZER, PromptFormat(**options), seed=seed, split=split)
 
 
 def take(prompts, count):
@@ -73,7 +74,7 @@ def test_a_position_in_other_data_is_refused():
 def test_long_prompts_are_dropped_counted_and_told_once(caplog):
     caplog.set_level(logging.WARNING, "rljax")
     prompts = stream(max_prompt_length=5)
-    assert prompts.dropped == 2 and len(prompts) == 5
+    assert len(prompts) == 5
     assert {i for i, _ in take(prompts, 20)} == {0, 1, 2, 3, 4}
     assert caplog.messages == [
         "the given list of rows: dropped 2 of 7 prompts, longer than max_prompt_length=5 tokens "
@@ -111,6 +112,45 @@ def test_bad_data_and_options_are_refused_in_one_line(source, options, message):
     with pytest.raises(ValueError, match=message) as error:
         stream(source, **options)
     assert "\n" not in str(error.value)
+
+
+class EchoTokenizer(CharTokenizer):
+    def chat(self, messages):
+        return "".join(f"{m['role']}: {m['content']} = " for m in messages)
+
+
+ECHO = EchoTokenizer(TOKENIZER.alphabet + ":")
+
+
+def test_rows_are_as_good_as_a_file_of_them(tmp_path):
+    rows = [{"problem": "a", "Answer": 1.0}, {"problem": "b", "Answer": "2", "level": 3}]
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given, read = stream(rows), stream(path)
+    assert given.get_state() == read.get_state()  # the digest included
+    assert [p.columns for p in given.prompts] == [p.columns for p in read.prompts]
+    assert given.prompts[0].columns["answer"] == "1"
+    assert stream(row for row in rows).get_state() == given.get_state()
+    assert rows[0] == {"problem": "a", "Answer": 1.0}  # the caller's rows are left alone
+
+
+def test_rows_may_be_questions_alone_or_chat_messages():
+    messages = [{"role": "user", "content": "a"}, {"role": "bot", "content": "b"}]
+    (plain,) = load_prompts(["abc"], ECHO)
+    assert plain.text == "abc" and plain.columns == {"question": "abc"}
+    chat = PromptFormat(template="chat")
+    expected = "user: a = bot: b = "
+    assert load_prompts([messages], ECHO, chat)[0].text == expected
+    (named,) = load_prompts([{"prompt": messages, "answer": 4}], ECHO, chat)
+    assert named.text == expected and named.columns["answer"] == "4"
+    with pytest.raises(InputError, match="cannot render a list of chat messages: use template="):
+        load_prompts([messages], ECHO)
+
+
+@pytest.mark.parametrize("row", [3, "", [], None, ["a", "b"], ("q", 1)])
+def test_what_is_no_row_is_refused_with_its_number(row):
+    with pytest.raises(InputError, match=r"row 1 of the given list of rows is .*: give a dict"):
+        load_prompts([{"question": "a"}, row], TOKENIZER)
 
 
 def test_a_generated_task_streams_its_split():

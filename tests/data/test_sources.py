@@ -110,11 +110,14 @@ def test_columns_can_be_named_joined_and_nested():
     assert question_and_answer([row], "Body", "")[0]["answer"] == ""
 
 
+def test_without_an_answer_column_rows_have_no_answer():
+    assert question_and_answer([{"text": "t"}], "text", None) == [{"text": "t", "question": "t"}]
+
+
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
         ((None, None), "no column named like question .* but has text, label: set question_column"),
-        (("text", None), "no column named like answer .* set answer_column"),
         (("txt", "label"), "question_column='txt' is not in row 0 .* which has text, label: name"),
         (("text", "label.x"), "answer_column='label.x' is not in row 0"),
         (("text", "label"), "row 1 of the data has no 'label': fill it in or remove the row"),

@@ -1,10 +1,12 @@
 """A reward function that misbehaves costs its own samples, never the run."""
 
+import functools
 import logging
 import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import numpy as np
@@ -55,6 +57,8 @@ FAULTS = textwrap.dedent(
         assert threading.active_count() == 2  # this one and the one that reads
         assert threading.current_thread() is threading.main_thread()
         return [float(os.getpid())] * len(completions)
+
+    also_where = where
 
     def loaded(completions):
         return [float("jax" in sys.modules or "numpy" in sys.modules)] * len(completions)
@@ -188,9 +192,9 @@ def test_printing_disturbs_nothing_and_goes_where_it_is_asked(faults, tmp_path):
 
 
 def test_functions_run_alone_in_the_main_thread_of_a_light_process(faults):
-    with Scorer([faults("where"), faults("loaded"), faults("where")]) as scorer:
+    with Scorer([faults("where"), faults("loaded"), faults("also_where")]) as scorer:
         first, second = (score(scorer, ["1", "2"]).components for _ in range(2))
-        assert scorer.names == ("where", "loaded", "where_2")
+        assert scorer.names == ("where", "loaded", "also_where")
     np.testing.assert_array_equal(first, second)  # the same processes serve again
     assert first[0, 0] not in (os.getpid(), first[0, 2])
     assert first[0, 1] == 0
@@ -225,6 +229,52 @@ def test_functions_of_a_notebook_or_script_are_shipped(tmp_path):
         [sys.executable, str(script)], capture_output=True, text=True, env=environment
     )
     assert run.stdout == "[1.]\n", run.stderr
+
+
+def test_functions_and_names_mix_and_give_metrics_their_names(faults):
+    def length(completions):
+        return [float(len(c)) for c in completions]
+
+    def longer(completions, than):
+        return [float(len(c) > than) for c in completions]
+
+    functions = [
+        "exact_match",
+        length,
+        functools.partial(longer, than=1),
+        faults("returns"),
+        lambda completions: [0.5] * len(completions),
+    ]
+    with Scorer(functions, weights=[1, 1, 1, 0, 0]) as scorer:
+        assert scorer.names == ("exact_match", "length", "longer", "returns", "lambda")
+        result = score(scorer, ["1", "22"])
+    np.testing.assert_array_equal(result.components, [[1, 1, 0, 1, 0.5], [0, 2, 1, 1, 0.5]])
+    np.testing.assert_array_equal(result.rewards, [2, 3])
+
+
+def test_a_function_that_cannot_be_sent_runs_here_and_costs_only_its_samples(caplog):
+    lock = threading.Lock()  # cannot be pickled
+
+    def guarded(completions):
+        with lock:
+            for completion in completions:
+                if completion == "raise":
+                    raise RuntimeError("no")
+                if completion == "exit":
+                    raise SystemExit(3)
+            if "hang" in completions:
+                time.sleep(0.5)
+            return [1.0] * len(completions)
+
+    with Scorer([guarded], timeout_s=0.2) as scorer:
+        assert "guarded cannot be sent to a process of its own" in caplog.text
+        np.testing.assert_array_equal(
+            score(scorer, ["1", "raise", "exit", "1"]).valid, [True, False, False, True]
+        )
+        result = score(scorer, ["hang"])
+        assert result.failures == ["guarded, sample 0: took longer than 0.2 s"]
+        time.sleep(0.5)  # until it lets go of the lock
+        assert score(scorer, ["1"]).valid.all()
 
 
 def test_a_module_is_found_on_the_path(tmp_path, monkeypatch):
@@ -302,6 +352,8 @@ def test_an_empty_batch_scores_nothing(faults):
         (["no_such_module:f"], "No module named 'no_such_module'"),
         (["math:nothing"], "has no function 'nothing'"),
         ([":f"], "is not of the form"),
+        ([3], "3 is not a reward function"),
+        (["exact_match", "numeric", "exact_match"], "2 reward functions are called 'exact_match'"),
     ],
 )
 def test_functions_that_do_not_load_are_refused_in_one_line(functions, message):
@@ -314,7 +366,7 @@ def test_functions_that_do_not_load_are_refused_in_one_line(functions, message):
     ("body", "message"),
     [
         ("def f(:", "SyntaxError"),
-        ("def g(completions): pass", "it has g: mend the name"),
+        ("def g(completions): pass", "it has g: fix the name"),
         ("raise RuntimeError('at import')", "RuntimeError: at import"),
         ("import os; os._exit(5)", "ended its process .exit status 5."),
     ],
