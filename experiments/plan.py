@@ -95,7 +95,7 @@ def main() -> int:
         abstract = meshes.make_abstract(topology.num_chips, **sizes)
         planned = planning.plan(config, topology, abstract, work, *rules, on_host)
         if flags.layout:
-            print(f"{planned.layout}\n")
+            print(f"{planned.sharding}\n")
         print(planned, flush=True)
         if flags.compile:
             from rljax.planning.compile import Compared, compile_decode, compile_update

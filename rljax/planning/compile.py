@@ -18,8 +18,8 @@ from rljax.errors import InputError
 from rljax.models import ModelConfig
 from rljax.planning.communication import Collective
 from rljax.planning.hlo import read_collectives
-from rljax.planning.layout import collective_table
 from rljax.planning.plan import Plan
+from rljax.planning.sharding_report import collective_table
 from rljax.planning.tables import Table, Tables, size
 from rljax.planning.work import OBJECTIVE, Work, abstract_rows
 from rljax.sampling import Engine
@@ -92,9 +92,9 @@ def compile_update(
         on_host=on_host,
     )
     state = states.abstract(config, optimizer, OBJECTIVE, mesh, rules=rules, on_host=on_host)
-    layout = meshes.batch_sharding(mesh)
+    sharding = meshes.batch_sharding(mesh)
     rows = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         abstract_rows(config, work),
     )
     started = time.perf_counter()

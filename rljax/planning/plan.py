@@ -10,8 +10,13 @@ from rljax import mesh as meshes
 from rljax.models import ModelConfig
 from rljax.planning import memory, roofline
 from rljax.planning.chips import Topology
-from rljax.planning.layout import Layout, collective_table, describe, pipeline_tables
 from rljax.planning.roofline import Roofline
+from rljax.planning.sharding_report import (
+    ShardingReport,
+    collective_table,
+    describe,
+    pipeline_tables,
+)
 from rljax.planning.tables import Table, Tables, count, seconds, size
 from rljax.planning.work import Work, rows_bytes
 
@@ -26,7 +31,7 @@ class Plan(Tables):
 
     Attributes:
       topology: The machine.
-      layout: Parameters, bytes by kind, collectives.
+      sharding: Parameters, bytes by kind, collectives.
       update: Bytes per device while updating, by kind.
       rollout: Bytes per device while sampling, by kind.
       update_time: Of one optimizer step.
@@ -36,7 +41,7 @@ class Plan(Tables):
     """
 
     topology: Topology
-    layout: Layout
+    sharding: ShardingReport
     update: dict[str, int]
     rollout: dict[str, int]
     update_time: Roofline
@@ -48,7 +53,7 @@ class Plan(Tables):
     def arguments(self) -> dict[str, int]:
         """Bytes per device that the train and the decode step are handed."""
         kept = sum(self.update[kind] for kind in (*KEPT, ROWS))
-        weights = self.rollout["sampler's weights"] or self.layout.totals["master weights"]
+        weights = self.rollout["sampler's weights"] or self.sharding.totals["master weights"]
         return {"train": kept, "decode": weights + self.rollout["KV pool"]}
 
     @property
@@ -86,7 +91,7 @@ class Plan(Tables):
 
     def tables(self) -> list[Table]:
         """Parameters, memory, pipelines, collectives, times."""
-        chip, layout = self.topology.chip, self.layout
+        chip, report = self.topology.chip, self.sharding
         kinds = [*dict.fromkeys([*self.update, *self.rollout])]
         held = [
             (k, *(size(phase[k]) if k in phase else "" for phase in (self.update, self.rollout)))
@@ -97,17 +102,17 @@ class Plan(Tables):
         if self.on_host:
             held.append(("in the host's memory", *[size(self.on_host)] * 2))
         held.append(("fits", *("yes" if n <= chip.memory else "NO" for n in sums)))
-        where = ", ".join(f"{name}={n}" for name, n in layout.mesh.items()) or "one device"
+        where = ", ".join(f"{name}={n}" for name, n in report.mesh.items()) or "one device"
         times = (("update", self.update_time), ("rollout batch", self.rollout_time))
         return [
             Table(
-                f"{count(layout.parameters)} parameters, {count(layout.active)} active, on "
+                f"{count(report.parameters)} parameters, {count(report.active)} active, on "
                 f"{self.topology.num_chips} {chip.name} ({where})",
                 (f"bytes per device, of {size(chip.memory)}", "update", "rollout"),
                 held,
             ),
-            *pipeline_tables(layout.schedules),
-            collective_table("Sent by each device in an optimizer step", layout.collectives),
+            *pipeline_tables(report.schedules),
+            collective_table("Sent by each device in an optimizer step", report.collectives),
             Table(
                 f"Least times; a step is a rollout batch and {self.updates} update(s): "
                 f"{seconds(self.seconds)}",
@@ -148,8 +153,8 @@ def plan(
     Raises:
       ValueError: Parameters, batch, slots or pages do not divide over the mesh.
     """
-    layout = describe(mesh, config, work, train_rules)
-    placed, totals = layout.rows, layout.totals
+    report = describe(mesh, config, work, train_rules)
+    placed, totals = report.rows, report.totals
     waiting = totals["optimizer moments"] if on_host else 0
     totals["optimizer moments"] -= waiting
     kept = {kind: totals[kind] for kind in KEPT}
@@ -159,13 +164,13 @@ def plan(
     chip = topology.chip
     return Plan(
         topology=topology,
-        layout=layout,
+        sharding=report,
         update=totals | {ROWS: rows} | memory.activations(mesh, config, work, placed) | pool,
         rollout=kept
         | {"sampler's weights": sampler}
         | {"decode activations": memory.decode_activations(mesh, config, work)}
         | pool,
-        update_time=roofline.update(chip, mesh, config, work, placed, layout.collectives),
+        update_time=roofline.update(chip, mesh, config, work, placed, report.collectives),
         rollout_time=roofline.rollout(
             chip, mesh, config, work, placed, sampler or totals["master weights"], rollout_rules
         ),

@@ -57,7 +57,7 @@ def search(
         reason = refusal
         if nearest is not None:
             need = size(nearest.peak)
-            reason = f"the least is {need} a device on {nearest.layout.mesh}"
+            reason = f"the least is {need} a device on {nearest.sharding.mesh}"
         raise InputError(
             f"no mesh of {topology.name} ({size(topology.chip.memory)} a chip) holds it: {reason}; "
             "take more chips, fewer slots or shorter rows"
@@ -69,7 +69,7 @@ def ranking(plans: Sequence[Plan], most: int = 10) -> Table:
     """The best plans as a table."""
     body = [
         (
-            ",".join(f"{name}={n}" for name, n in p.layout.mesh.items()) or "all axes 1",
+            ",".join(f"{name}={n}" for name, n in p.sharding.mesh.items()) or "all axes 1",
             seconds(p.seconds),
             seconds(p.rollout_time.seconds),
             f"{p.updates} × {seconds(p.update_time.seconds)}",

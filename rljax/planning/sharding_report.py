@@ -18,7 +18,7 @@ from rljax.planning.work import Work
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Layout(Tables):
+class ShardingReport(Tables):
     """How a model lies on a mesh; shows itself as text, and as HTML in a notebook.
 
     Attributes:
@@ -104,7 +104,7 @@ def describe(
     config: ModelConfig,
     work: Work | None = None,
     rules: meshes.Rules = meshes.TRAIN_RULES,
-) -> Layout:
+) -> ShardingReport:
     """How a model lies on a mesh while training; nothing is allocated.
 
     Args:
@@ -120,7 +120,7 @@ def describe(
         n = meshes.batch_shards(mesh)
         work = Work(prompts_per_step=n, num_generations=1, mini_batch_size=n, slots=n)
     rows = place(mesh, config, rules)
-    return Layout(
+    return ShardingReport(
         mesh={name: n for name, n in mesh.shape.items() if n > 1},
         parameters=models.count(config),
         active=models.count_active(config),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MOST_LABELS = 64  # cells; with more of them nothing could be read
 
 
-def draw(
+def draw_shards(
     mesh: Mesh | AbstractMesh,
     config: ModelConfig,
     parameter: str,
