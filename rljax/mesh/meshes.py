@@ -45,7 +45,7 @@ def make_abstract(num_devices: int, **sizes: int) -> AbstractMesh:
     """Makes a mesh without devices, to plan with.
 
     Args:
-      num_devices: How many devices it stands for.
+      num_devices: The number of devices to plan for.
       **sizes: As for `make`.
 
     Raises:

@@ -1,9 +1,13 @@
-"""Plans for meshes nobody has at hand: layout, memory, communication, time, compiled programs."""
+"""Plans the training of a model on machines that need not be there.
+
+`plan` estimates memory, communication and time of a mesh from shapes alone, `search` ranks meshes,
+and `rljax.planning.compile` compiles the real programs for described chips.
+"""
 
 from rljax.planning.chips import CHIPS, Chip, Topology
 from rljax.planning.communication import Collective
 from rljax.planning.pictures import draw_shards
-from rljax.planning.placement import Placed, bytes_per_parameter, place
+from rljax.planning.placement import ShardedParameter, bytes_per_parameter, shard_parameters
 from rljax.planning.plan import Plan, plan
 from rljax.planning.roofline import Roofline
 from rljax.planning.search import ranking, search
@@ -14,17 +18,17 @@ __all__ = [
     "CHIPS",
     "Chip",
     "Collective",
-    "Placed",
     "Plan",
     "Roofline",
+    "ShardedParameter",
     "ShardingReport",
     "Topology",
     "Work",
     "bytes_per_parameter",
     "describe",
     "draw_shards",
-    "place",
     "plan",
     "ranking",
     "search",
+    "shard_parameters",
 ]

@@ -27,17 +27,17 @@ ROWS = "rows of a mini-batch"
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan(Tables):
-    """What a step takes on a machine; shows itself as tables.
+    """Memory, communication and time of a step on a machine; prints as tables.
 
     Attributes:
       topology: The machine.
-      sharding: Parameters, bytes by kind, collectives.
+      sharding: Parameters, their bytes by kind, and collectives.
       update: Bytes per device while updating, by kind.
       rollout: Bytes per device while sampling, by kind.
-      update_time: Of one optimizer step.
-      rollout_time: Of a rollout batch.
+      update_time: The least time of one optimizer step.
+      rollout_time: The least time of a rollout batch.
       updates: Optimizer steps of a rollout batch.
-      on_host: Bytes per device that wait in its host's memory.
+      on_host: Bytes per device that are kept in the host's memory.
     """
 
     topology: Topology
@@ -51,24 +51,25 @@ class Plan(Tables):
 
     @property
     def arguments(self) -> dict[str, int]:
-        """Bytes per device that the train and the decode step are handed."""
+        """Bytes per device of the arguments of the train step and of the decode step."""
         kept = sum(self.update[kind] for kind in (*KEPT, ROWS))
         weights = self.rollout["sampler's weights"] or self.sharding.totals["master weights"]
         return {"train": kept, "decode": weights + self.rollout["KV pool"]}
 
     @property
     def temporaries(self) -> dict[str, int]:
-        """Bytes per device that they need while they run."""
-        handed = (*KEPT, ROWS, "KV pool")
+        """Bytes per device of the temporaries of the train step and of the decode step."""
+        arguments = (*KEPT, ROWS, "KV pool")
         return {
-            "train": sum(n for kind, n in self.update.items() if kind not in handed),
+            "train": sum(n for kind, n in self.update.items() if kind not in arguments),
             "decode": self.rollout["decode activations"],
         }
 
     @property
-    def beside(self) -> dict[str, int]:
-        """Bytes per device that stay there while the train or the decode step runs."""
-        kept = KEPT if self.rollout["sampler's weights"] else KEPT[1:]  # else they are handed in
+    def resident(self) -> dict[str, int]:
+        """Bytes per device that stay in memory, unused, during the train or the decode step."""
+        # Without weights of its own the sampler decodes with the master weights.
+        kept = KEPT if self.rollout["sampler's weights"] else KEPT[1:]
         return {
             "train": self.update["KV pool"],
             "decode": sum(self.rollout[kind] for kind in kept),
@@ -76,17 +77,17 @@ class Plan(Tables):
 
     @property
     def peak(self) -> int:
-        """Bytes per device at the most."""
+        """The most bytes per device, of update and rollout."""
         return max(sum(self.update.values()), sum(self.rollout.values()))
 
     @property
     def fits(self) -> bool:
-        """Whether a chip's memory holds that."""
+        """Whether the peak fits in a chip's memory."""
         return self.peak <= self.topology.chip.memory
 
     @property
     def seconds(self) -> float:
-        """A whole step, rollout and updates, where everything overlaps perfectly."""
+        """The least time of a whole step, rollout and updates, if everything overlaps perfectly."""
         return self.rollout_time.seconds + self.updates * self.update_time.seconds
 
     def tables(self) -> list[Table]:
@@ -145,18 +146,18 @@ def plan(
       topology: The machine.
       mesh: Its chips as a mesh, which may be abstract.
       work: The sizes of a step.
-      train_rules: How weights lie on the mesh in the update: logical axis -> mesh axes.
-      rollout_rules: How they do while sampling.
-      on_host: Whether the optimizer's moments wait in the host's memory; the time that they travel
-        is not counted, nor the room of those that do.
+      train_rules: How weights are sharded in the update: logical axis -> mesh axes.
+      rollout_rules: How weights are sharded while sampling.
+      on_host: Whether the optimizer's moments are kept in the host's memory. Neither the time to
+        transfer them is counted, nor the device memory of those in transfer.
 
     Raises:
-      ValueError: Parameters, batch, slots or pages do not divide over the mesh.
+      InputError: Parameters, batch, slots or pages do not divide over the mesh.
     """
     report = describe(mesh, config, work, train_rules)
     placed, totals = report.rows, report.totals
-    waiting = totals["optimizer moments"] if on_host else 0
-    totals["optimizer moments"] -= waiting
+    on_host_bytes = totals["optimizer moments"] if on_host else 0
+    totals["optimizer moments"] -= on_host_bytes
     kept = {kind: totals[kind] for kind in KEPT}
     rows = rows_bytes(config, work) // meshes.batch_shards(mesh)
     pool = {"KV pool": memory.kv_pool(mesh, config, work)}
@@ -175,5 +176,5 @@ def plan(
             chip, mesh, config, work, placed, sampler or totals["master weights"], rollout_rules
         ),
         updates=work.updates,
-        on_host=waiting,
+        on_host=on_host_bytes,
     )

@@ -6,7 +6,7 @@ import pytest
 
 from rljax import mesh as meshes
 from rljax import models, planning
-from rljax.planning.compile import Compared, compile_decode, compile_update
+from rljax.planning.compile import Comparison, compile_decode, compile_update
 
 CONFIG = models.decoder(
     vocab_size=512,
@@ -41,7 +41,7 @@ def test_the_train_step_agrees_with_the_estimate():
     plan = planned("v5p:8")
     compiled = compile_update(CONFIG, meshes.make(**SIZES), WORK)
     assert compiled.arguments == pytest.approx(plan.arguments["train"], rel=0.02)
-    # What is donated comes back in place; gradients are not handed in.
+    # What is donated comes back in place; gradients are no arguments.
     kept = plan.sharding.totals["master weights"] + plan.sharding.totals["optimizer moments"]
     assert compiled.aliases == pytest.approx(kept, rel=0.02)
     assert compiled.outputs == pytest.approx(kept, rel=0.02)
@@ -56,7 +56,7 @@ def test_the_train_step_agrees_with_the_estimate():
     # Of the sum of experts' gradients each device is given its part.
     given = [c for c in compiled.collectives if (c.kind, c.axis) == ("reduce-scatter", "fsdp")]
     assert given and "feed_forward" in given[0].why
-    text = str(Compared(plan, compiled))
+    text = str(Comparison(plan, compiled))
     for part in ("train step: compiled in", "arguments", "largest temporaries", "feed_forward"):
         assert part in text
 

@@ -35,7 +35,7 @@ def test_sixteen_bytes_a_parameter_eighteen_with_micro_batches():
         "compute weights": 2,
     }
     assert sum(planning.bytes_per_parameter(parts=2).values()) == 18
-    assert sum(planning.bytes_per_parameter(width=4).values()) == 16
+    assert sum(planning.bytes_per_parameter(itemsize=4).values()) == 16
 
 
 @pytest.mark.smoke
@@ -65,7 +65,7 @@ def test_a_row_says_where_a_weight_lies():
     }
     # A norm is whole everywhere, and in float32 when computed with.
     norm = row(report, "stacks/0/0/attention_norm")
-    assert (norm.shard, norm.width) == ((2, 16), 4)
+    assert (norm.shard, norm.itemsize) == ((2, 16), 4)
     assert norm.bytes() == {
         "master weights": 128,
         "optimizer moments": 256,
@@ -80,7 +80,7 @@ def test_totals_add_up_and_the_mesh_may_be_of_devices():
     assert report == abstract
     whole = sum(math.prod(r.shape) for r in report.rows)
     assert report.parameters == whole == models.count(CONFIG)
-    held = sum(r.held for r in report.rows)
+    held = sum(r.shard_size for r in report.rows)
     assert report.totals["master weights"] == 4 * held
     assert report.totals["optimizer moments"] == 8 * held
     params = models.init(jax.random.key(0), CONFIG, mesh=meshes.make(fsdp=4, tensor=2))
@@ -103,16 +103,19 @@ def test_what_a_step_sends():
     report = meshes.describe(meshes.make_abstract(16, fsdp=4, expert=2, tensor=2), CONFIG, work)
     sent = {(c.kind, c.axis): c.bytes for c in report.collectives}
     assert report.parts == 2
-    # The embedding is looked up where it lies. Gradients of experts and of the vocabulary add up
-    # in 4 bytes.
+    # The embedding is looked up on the devices that hold it. Gradients of experts and of the
+    # vocabulary add up in 4 bytes.
     split = [r for r in report.rows if "fsdp" in r.spec and r.name != "embed"]
-    wide = {r.name: 4 if {"experts", "vocab"} & set(r.axes) else r.width for r in report.rows}
+    wide = {r.name: 4 if {"experts", "vocab"} & set(r.axes) else r.itemsize for r in report.rows}
     assert set(wide.values()) == {2, 4}
-    assert sent["all-gather", "fsdp"] == 2 * 2 * sum(r.held * 4 * r.width for r in split) * 3 // 4
-    gradients = sum(r.held * 4 * wide[r.name] for r in split)
+    assert (
+        sent["all-gather", "fsdp"]
+        == 2 * 2 * sum(r.shard_size * 4 * r.itemsize for r in split) * 3 // 4
+    )
+    gradients = sum(r.shard_size * 4 * wide[r.name] for r in split)
     assert sent["reduce-scatter", "fsdp"] == 2 * gradients * 3 // 4
     for axis, ring in {"fsdp": 2 * 3 / 4, "expert": 2 / 2}.items():
-        whole = sum(r.held * wide[r.name] for r in report.rows if axis not in r.spec)
+        whole = sum(r.shard_size * wide[r.name] for r in report.rows if axis not in r.spec)
         assert sent["all-reduce", axis] == 2 * ring * whole
     # 2 micro-batches × (forward, backward) × 1 row of 32 tokens × 16 numbers of 2 bytes; a ring
     # over two devices sends each byte once, and one over four three quarters.
@@ -138,7 +141,7 @@ def test_what_a_step_sends():
     replicas = meshes.describe(meshes.make_abstract(2, data=2), CONFIG)
     (only,) = replicas.collectives
     assert (only.kind, only.axis) == ("all-reduce", "data")
-    assert only.bytes == sum(r.held * wide[r.name] for r in replicas.rows)
+    assert only.bytes == sum(r.shard_size * wide[r.name] for r in replicas.rows)
 
 
 def test_what_stages_hold_and_send():
@@ -161,9 +164,12 @@ def test_what_stages_hold_and_send():
     # Hidden states of a row: 32 tokens × 16 numbers of 2 bytes; both ways, in both stacks.
     assert sent["collective-permute", "hidden"] == 2 * 2 * 9 * 32 * 16 * 2
     assert sent["all-gather", "rows"] == 2 * 4 * 32 * 16 * 2
-    split = [r for r in report.rows if r.name.startswith("stacks/0") and r.over]
-    assert sent["all-to-all", "layers"] == 2 * 4 * sum(r.held for r in split) * 4 // 5 // 2
-    assert sent["all-gather", "weights"] == 2 * 2 * sum(r.held * r.width for r in split) // 5 // 2
+    split = [r for r in report.rows if r.name.startswith("stacks/0") and r.mesh_axes]
+    assert sent["all-to-all", "layers"] == 2 * 4 * sum(r.shard_size for r in split) * 4 // 5 // 2
+    assert (
+        sent["all-gather", "weights"]
+        == 2 * 2 * sum(r.shard_size * r.itemsize for r in split) // 5 // 2
+    )
     assert "Layers as a pipeline" in str(report) and "11%" in str(report)
     # Twice round with half the layers each time: waiting is shorter.
     twice = meshes.describe(

@@ -9,6 +9,7 @@ import pytest
 from experiments import plan as command
 from rljax import mesh as meshes
 from rljax import models, planning
+from rljax.errors import MissingDependencyError
 from rljax.planning import memory
 
 CONFIG = models.decoder(
@@ -59,9 +60,9 @@ def test_topologies():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
-def test_without_libtpu_the_way_to_get_it_is_told():
+def test_without_libtpu_the_error_says_how_to_install_it():
     with pytest.raises(
-        ValueError, match=r"libtpu, which is not installed .* install the extra tpu"
+        MissingDependencyError, match=r"libtpu, which is not installed .* install the extra tpu"
     ):
         planning.Topology.parse("v5p:2x2x1").devices()
 
@@ -88,19 +89,21 @@ def test_memory_by_hand():
     assert plan.update["inputs of layers, kept for the backward pass"] == 2 * 32 * 16 * 2
     assert plan.update["attention scores"] == 4 * 4 * 4 * 32 * 32 // 2
     # While sampling, weights are whole on each fsdp shard.
-    sampler = sum(r.held * r.width * (2 if "fsdp" in r.spec else 1) for r in plan.sharding.rows)
+    sampler = sum(
+        r.shard_size * r.itemsize * (2 if "fsdp" in r.spec else 1) for r in plan.sharding.rows
+    )
     assert plan.rollout["sampler's weights"] == sampler
     kept = plan.sharding.totals["master weights"] + plan.sharding.totals["optimizer moments"]
     # 11 numbers of 4 bytes and 2 truths of each token, and the 2 experts of 2 layers.
     rows = 8 // 4 * 32 * (4 * 11 + 2 + 2 * 2 * 4)
     assert plan.update["rows of a mini-batch"] == rows
     assert plan.arguments == {"train": kept + rows, "decode": sampler + plan.rollout["KV pool"]}
-    assert plan.beside == {"train": plan.update["KV pool"], "decode": kept}
+    assert plan.resident == {"train": plan.update["KV pool"], "decode": kept}
     # In float32 and without fsdp the sampler uses the trainer's very buffers.
     single = dataclasses.replace(CONFIG, dtype="float32")
     shared = make(config=single, data=8)
     assert shared.rollout["sampler's weights"] == 0
-    assert shared.beside["decode"] == shared.sharding.totals["optimizer moments"]
+    assert shared.resident["decode"] == shared.sharding.totals["optimizer moments"]
     assert make(config=single, fsdp=8).rollout["sampler's weights"] > 0
 
 
@@ -162,7 +165,7 @@ def test_deepseek_v3_on_a_thousand_chips():
     sizes = {"data": 2, "fsdp": 32, "expert": 8, "tensor": 2}
     wide = make("v5p:8x8x16", DEEPSEEK, planning.Work(), experts=("fsdp", "expert"), **sizes)
     assert wide.fits
-    assert max(wide.beside.values()) < 20e9
+    assert max(wide.resident.values()) < 20e9
 
 
 def test_search_ranks_what_fits():
@@ -197,8 +200,19 @@ def test_search_refuses(config, topology, message):
         planning.search(config, planning.Topology.parse(topology), planning.Work())
 
 
+def test_search_hides_no_fault(monkeypatch):
+    """It skips the meshes that the user's sizes do not divide over, and nothing else."""
+
+    def broken(*_):
+        raise ValueError("a fault of ours")
+
+    monkeypatch.setattr(sys.modules["rljax.planning.search"], "plan", broken)
+    with pytest.raises(ValueError, match=r"^a fault of ours$"):
+        planning.search(CONFIG, planning.Topology.parse("v5p:8"), WORK)
+
+
 def run(monkeypatch, capsys, *flags):
-    # Both are changed by the command, and put back after the test.
+    # The command changes both; monkeypatch restores them after the test.
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
     monkeypatch.setattr(sys, "argv", ["plan", *flags])
