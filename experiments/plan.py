@@ -1,14 +1,14 @@
-r"""Plans the training of a model on chips that need not be at hand.
+r"""Plans the training of a model on chips that need not be there.
 
     python -m experiments.plan --model deepseek-v3 --topology v5p:8x8x16 \
         --mesh data=2,fsdp=32,expert=8,tensor=2 --rollout_rules experts=fsdp+expert
     python -m experiments.plan --model qwen3-30b-a3b --topology h100:64 --search
     python -m experiments.plan --model tiny-moe --topology v5p:2x2x2 --mesh fsdp=8 --compile
 
-Prints bytes per device, what a step communicates and how long it takes at the least; with
-`--search` the meshes that fit, fastest first. `--compile` compiles the real train and
-decode steps for the described chips, which takes the extra `tpu` and for the largest models some
-minutes, and sets XLA's own account beside the estimate.
+Prints bytes per device, the communication of a step and its least time; with `--search` the meshes
+that fit, fastest first. `--compile` also compiles the real train and decode steps for the described
+chips and prints XLA's figures next to the estimates; it needs the extra `tpu`, and minutes for the
+largest models.
 """
 
 import dataclasses
@@ -29,25 +29,25 @@ class Flags:
     topology: str = "v5p:8x8x16"
     """Chips as kind:grid; kinds are v5e, v5p, v6e, h100, h200, b200."""
     mesh: str = ""
-    """How they are used, such as fsdp=64,expert=16; empty: all share the weights (fsdp)."""
+    """Sizes of mesh axes, such as fsdp=64,expert=16; empty: all chips on fsdp."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of activations and matmul inputs."""
     remat: bool = True
     """Recompute each layer's activations in the backward pass."""
     expert_dispatch: Literal["all_gather", "all_to_all"] | None = None
-    """How tokens meet experts of other devices; unset: as moves less."""
+    """How tokens reach experts of other devices; unset: whichever sends fewer bytes."""
     pipeline_repeats: int = 1
-    """Pieces of its layers that each stage holds of equal layers."""
+    """Mesh axis stage: groups of layers on each stage (circular pipeline)."""
     pipeline_rows: int = 1
-    """Rows that a device has of a micro-batch on its way through the stages."""
+    """Mesh axis stage: rows per device of a micro-batch of the pipeline."""
     train_rules: str = ""
-    """Changes to how weights lie on the mesh in the update, as logical axis=mesh axes."""
+    """Changes to TRAIN_RULES (weights in the update), as logical axis=mesh axes."""
     rollout_rules: str = ""
-    """Changes to how they do while sampling, such as experts=fsdp+expert."""
+    """Changes to ROLLOUT_RULES (weights while sampling), such as experts=fsdp+expert."""
     moments_on_host: bool = False
-    """Keep the optimizer's moments in the hosts' memory (host_memory=optimizer of a run)."""
+    """Keep the optimizer's moments in the hosts' memory, as --host_memory optimizer of a run."""
     layout: bool = False
-    """Print every parameter with its shard too."""
+    """Print every parameter and its shard, too."""
     search: bool = False
     """Rank the meshes that fit instead."""
     compile: bool = False
@@ -55,8 +55,8 @@ class Flags:
 
 
 def main() -> int:
-    """Parses the flags, plans, prints; 1 where the user must mend something."""
-    # Plans are made on the host, whatever it has; compile times are to be those of a first run.
+    """Parses the flags, plans and prints; returns 1 after an error of the user's input."""
+    # Planning needs no accelerator; without the cache, compile times are those of a first run.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
     try:
@@ -95,15 +95,15 @@ def main() -> int:
         abstract = meshes.make_abstract(topology.num_chips, **sizes)
         planned = planning.plan(config, topology, abstract, work, *rules, on_host)
         if flags.layout:
-            print(f"{planned.layout}\n")
+            print(f"{planned.sharding}\n")
         print(planned, flush=True)
         if flags.compile:
-            from rljax.planning.compile import Compared, compile_decode, compile_update
+            from rljax.planning.compile import Comparison, compile_decode, compile_update
 
             mesh = meshes.make(devices=topology.devices(), **sizes)
             compiled = compile_update(config, mesh, work, rules[0], on_host)
-            print(f"\n{Compared(planned, compiled)}", flush=True)
-            print(f"\n{Compared(planned, compile_decode(config, mesh, work, rules[1]))}")
+            print(f"\n{Comparison(planned, compiled)}", flush=True)
+            print(f"\n{Comparison(planned, compile_decode(config, mesh, work, rules[1]))}")
     except RljaxError as error:
         return fail(error)
     return 0

@@ -1,7 +1,8 @@
-"""Several processes, one run: all run the same program, each on the devices of its own host.
+"""A run of several processes: all run the same script, each on the devices of its own host.
 
-What the host decides, every process decides by itself from data that all of them hold; so they
-issue the same programs in the same order, and functions that exchange anything are called by all.
+Every process makes the host's decisions itself, from data that all processes have. So all of them
+launch the same device programs in the same order. Functions here that exchange data must be called
+by all processes.
 """
 
 from __future__ import annotations
@@ -27,35 +28,37 @@ from rljax.errors import InputError
 
 Value = TypeVar("Value")
 
-# A process that died is noticed by its heartbeat long before.
 BARRIER_TIMEOUT_S = 24 * 3600
-_meetings = itertools.count()
+"""How long processes wait for one another, such as for the first one's evaluation or checkpoint. A
+process that died is noticed much earlier, by its missing heartbeat."""
+
+_barriers = itertools.count()
 
 
 def initialize(settings: ProcessSettings) -> None:
-    """Joins the processes of a run; to be called before anything touches a device.
+    """Connects the processes of a run; must be called before the first use of a device.
 
-    Where the settings name no coordinator, the cluster is asked (what `jax.distributed.initialize`
-    finds by itself: Slurm, Open MPI, GKE, TPU pods); without one, this process is the only one.
+    Without a coordinator in the settings, `jax.distributed.initialize` detects the cluster (Slurm,
+    Open MPI, GKE, TPU pods); where there is none, the run has this process only.
 
     Args:
-      settings: Where the others are.
+      settings: The coordinator's address, and this process's number.
 
     Raises:
-      ValueError: The settings do not fit together; one line.
+      InputError: The settings do not fit together.
     """
     _check(settings)
-    # Programs with collectives in flight at once can wait for each other for ever on CPU devices.
+    # On CPU devices two programs with collectives in flight at once can deadlock.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # Slurm's detection would leave a single process the first GPU of its host alone.
+    # For a single process, JAX's Slurm detection would use only the first GPU of the host.
     if settings.num_processes == 1 or os.environ.get("SLURM_NTASKS") == "1":
         return
-    # It would keep SIGTERM from ending the process, and nothing here asks it for that notice.
+    # JAX's preemption service would catch SIGTERM, and nothing here reads its notice.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Kubernetes without the package that asks it
+            warnings.simplefilter("ignore")  # on Kubernetes without its Python client
             jax.distributed.initialize(
                 settings.coordinator or None,
                 settings.num_processes,
@@ -72,60 +75,65 @@ def initialize(settings: ProcessSettings) -> None:
 
 
 def _check(settings: ProcessSettings) -> None:
-    coordinator, number, place = settings.coordinator, settings.num_processes, settings.process_id
+    coordinator, number, index = settings.coordinator, settings.num_processes, settings.process_id
     if settings.heartbeat_timeout < 1:
         raise InputError(f"heartbeat_timeout={settings.heartbeat_timeout} must be at least 1 s")
     if number is not None and number < 1:
         raise InputError(f"num_processes={number} must be at least 1")
-    given = (bool(coordinator), number is not None, place is not None)
+    given = (bool(coordinator), number is not None, index is not None)
     alone = number == 1 and given == (False, True, False)
     if any(given) and not all(given) and not alone:
         raise InputError(
-            f"coordinator={coordinator!r}, num_processes={number}, process_id={place} go together; "
-            "give all three, or none where the cluster tells (Slurm, GKE, TPU pods)"
+            f"coordinator={coordinator!r}, num_processes={number}, process_id={index} go together; "
+            "give all three, or none on a cluster that is detected (Slurm, GKE, TPU pods)"
         )
-    if number is not None and place is not None and not 0 <= place < number:
+    if number is not None and index is not None and not 0 <= index < number:
         raise InputError(
-            f"process_id={place} is none of the {number} processes; count from 0 to {number - 1}"
+            f"process_id={index} must be from 0 to {number - 1}, for {number} processes"
         )
     host, _, port = coordinator.rpartition(":")
     if coordinator and not (host and port.isdigit()):
         raise InputError(
-            f"coordinator={coordinator!r} is not HOST:PORT; give the host of process 0 and a port "
-            "that is free there"
+            f"coordinator={coordinator!r} is not HOST:PORT; give the host of process 0 and a free "
+            "port of it"
         )
 
 
-_WATCH = "import sys; sys.stdin.buffer.read() or sys.stderr.write(sys.argv[1])"
+# The watcher's standard input closes when this process ends; it writes its line if it read nothing.
+_WATCHER = "import sys; sys.stdin.buffer.read() or sys.stderr.write(sys.argv[1])"
 
 
 def report_crash(heartbeat_timeout: int) -> None:
-    """Has a small process say one line where this one does not come to an end of its own.
+    """Starts a small watcher process that writes one line of explanation if this process crashes.
 
-    The runtime aborts a process of which another died, or a collective fails at it, whichever is
-    first; after an abort nothing of ours runs any more.
+    When one process of a run dies, the JAX runtime aborts the others, or a collective fails in
+    them. After an abort no Python code of this process runs any more.
+
+    Args:
+      heartbeat_timeout: Seconds after which the runtime counts a silent process as dead.
     """
     line = (
         f"error: process {jax.process_index()} of {jax.process_count()} ended in the middle of the "
-        f"run: it failed, was killed, or had no word from another for {heartbeat_timeout} s; start "
-        "all of them again by the same command, to go on from the newest checkpoint\n"
+        "run: it failed, was killed, or did not hear from another process for "
+        f"{heartbeat_timeout} s; start all processes again with the same command, to continue from "
+        "the newest checkpoint\n"
     )
-    watch = subprocess.Popen(
-        [sys.executable, "-E", "-S", "-c", _WATCH, line],
+    watcher = subprocess.Popen(
+        [sys.executable, "-E", "-S", "-c", _WATCHER, line],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        start_new_session=True,  # a keyboard interrupt is for the run
+        start_new_session=True,  # a keyboard interrupt is meant for the run only
     )
 
     def end() -> None:
-        if not hasattr(sys, "last_value"):  # an error that nobody caught
-            watch.communicate(b"as it should")
+        if not hasattr(sys, "last_value"):  # set by an uncaught exception
+            watcher.communicate(b"no crash")
 
     atexit.register(end)
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes and shows what the run has to say."""
+    """Whether this is process 0, which writes the run's files and shows its progress."""
     return jax.process_index() == 0
 
 
@@ -133,8 +141,9 @@ def put(x: np.ndarray, sharding: Sharding) -> jax.Array:
     """Puts a host array on the devices.
 
     Args:
-      x: The whole array, as every process has it; each brings the parts of its own devices.
-      sharding: How it is to lie.
+      x: The whole array, the same on every process; each process puts the shards of its own
+        devices.
+      sharding: How it is split over devices.
     """
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
@@ -145,34 +154,36 @@ def fetch(tree: Any) -> Any:
     """Brings device arrays to the host, whole, on every process.
 
     Args:
-      tree: Arrays; those that span processes are gathered by one program, which all must run.
+      tree: Arrays. Those with shards on other processes are gathered by one device program, so
+        that all processes must call this.
 
     Returns:
       The tree with numpy arrays.
     """
 
-    def elsewhere(x: Any) -> bool:
-        here = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
-        return not here
+    def is_remote(x: Any) -> bool:
+        if not isinstance(x, jax.Array):
+            return False
+        return not (x.is_fully_addressable or x.is_fully_replicated)
 
-    apart = [x for x in jax.tree.leaves(tree) if elsewhere(x)]
-    if apart:
-        sharding: Any = apart[0].sharding
+    remote = [x for x in jax.tree.leaves(tree) if is_remote(x)]
+    if remote:
+        sharding: Any = remote[0].sharding
         tree = _replicate(sharding.mesh)(tree)
     return jax.device_get(tree)
 
 
 @functools.cache
 def _replicate(mesh: Mesh) -> Callable[[Any], Any]:
-    """One program that gathers all arrays of a tree."""
+    """The program that gathers all arrays of a tree, one for each mesh."""
     return run_serially(jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P())))
 
 
 def run_serially(program: Callable[..., Value]) -> Callable[..., Value]:
-    """A program that ends before the next one begins, on CPU devices of several processes.
+    """Wraps a device program to wait for its end, on CPU devices of several processes.
 
-    There the devices of a process may come to a later program at different times, and collectives
-    of two programs under way at once wait for each other for ever.
+    The CPU devices of a process may start a program at different times. Collectives of two programs
+    that run at once then wait for each other for ever.
     """
     if jax.process_count() == 1 or jax.default_backend() != "cpu":
         return program
@@ -180,50 +191,61 @@ def run_serially(program: Callable[..., Value]) -> Callable[..., Value]:
 
 
 def share(size: int) -> slice:
-    """Which of `size` items are this process's own, where work is divided; they are contiguous."""
-    number, place = jax.process_count(), jax.process_index()
-    return slice(size * place // number, size * (place + 1) // number)
+    """This process's contiguous share of `size` items, where work is divided among processes."""
+    number, index = jax.process_count(), jax.process_index()
+    return slice(size * index // number, size * (index + 1) // number)
 
 
 def exchange(value: Value) -> list[Value]:
-    """What every process gives, by their numbers; waits until all have given.
+    """Sends a value to all processes, and waits for theirs.
 
     Args:
       value: Anything that can be pickled.
+
+    Returns:
+      The values of all processes, in the order of their numbers.
     """
     if jax.process_count() == 1:
         return [value]
-    _meet()
+    _barrier()
     own = np.frombuffer(pickle.dumps(value), np.uint8)
     sizes = _gather(np.asarray([len(own)], np.int32))[:, 0]
-    room = np.zeros(1 << (int(sizes.max()) - 1).bit_length(), np.uint8)  # few sizes are compiled
-    room[: len(own)] = own
-    found = _gather(room)
-    return [pickle.loads(x[:n].tobytes()) for x, n in zip(found, sizes, strict=True)]
+    # Padded to a power of two: each length is a program of its own.
+    padded = np.zeros(1 << (int(sizes.max()) - 1).bit_length(), np.uint8)
+    padded[: len(own)] = own
+    gathered = _gather(padded)
+    return [pickle.loads(x[:n].tobytes()) for x, n in zip(gathered, sizes, strict=True)]
 
 
 def _gather(x: np.ndarray) -> np.ndarray:
-    """Arrays [...] of all processes, one shape, as [processes, ...]."""
+    """Arrays [...] of all processes, all of one shape, as [processes, ...]."""
     devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     grid = np.asarray(devices).reshape(jax.process_count(), -1)
     by_process = NamedSharding(Mesh(grid, ("process", "local")), P("process"))
     return fetch(jax.make_array_from_process_local_data(by_process, x[None]))
 
 
-def _meet() -> None:
-    """Waits on the host: CPU collectives that meet for the first time give up after 30 s."""
+def _barrier() -> None:
+    """Waits on the host for all processes, because CPU collectives fail after 30 s of waiting."""
     from orbax.checkpoint import multihost
 
-    everybody = set(range(jax.process_count()))
-    name = f"rljax-{next(_meetings)}"
-    multihost.sync_global_processes(name, timeout=BARRIER_TIMEOUT_S, processes=everybody)
+    multihost.sync_global_processes(
+        f"rljax-{next(_barriers)}",
+        timeout=BARRIER_TIMEOUT_S,
+        processes=set(range(jax.process_count())),
+    )
 
 
 def on_first(function: Callable[..., Value], *arguments: Any) -> Value:
-    """Calls a function on the first process alone; all wait, and all get what it returns.
+    """Calls a function on process 0 only and gives every process its result.
+
+    Args:
+      function: What to call; its result must be picklable.
+      *arguments: Its arguments.
 
     Raises:
-      ValueError: The function raised it, or OSError; on all processes.
+      ValueError: The function raised it, on all processes; and likewise OSError. Other exceptions
+        end process 0.
     """
     outcome: Any = None
     if is_first():
@@ -241,16 +263,16 @@ def agree(values: dict[str, Any]) -> None:
     """Refuses values that differ between processes.
 
     Args:
-      values: Names to values.
+      values: Names and values; the names must be the same on all processes.
 
     Raises:
-      ValueError: The first that differs, on all processes.
+      InputError: Names the first value that differs, on all processes.
     """
     given = exchange(values)
-    for place, other in enumerate(given):
+    for index, other in enumerate(given):
         for name, value in given[0].items():
             if other[name] != value:
                 raise InputError(
-                    f"process 0 has {name}={value!r}, process {place} {name}={other[name]!r}; "
-                    "start all processes by the same command, on the same files"
+                    f"process 0 has {name}={value!r}, process {index} {name}={other[name]!r}; "
+                    "start all processes with the same command, on the same files"
                 )

@@ -1,5 +1,8 @@
 """The mesh, its rule tables, and what they refuse."""
 
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -7,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from rljax import mesh as meshes
-from rljax import models
+from rljax import models, planning
 
 CONFIG = models.decoder(
     vocab_size=64,
@@ -237,3 +240,19 @@ def test_constrain_rows():
     explicit = jax.make_mesh((8,), ("fsdp",))
     with jax.set_mesh(explicit):
         assert meshes.constrain_rows(x) is x
+
+
+def test_the_mesh_finds_what_planning_shows():
+    assert meshes.describe is planning.describe and meshes.draw is planning.draw_shards
+    assert {"describe", "draw", "make"} <= set(dir(meshes))
+    with pytest.raises(AttributeError, match="has no attribute 'drawing'"):
+        meshes.drawing()
+
+
+def test_the_mesh_alone_imports_neither_models_nor_planning():
+    code = (
+        "import sys; from rljax import mesh; "
+        "print([m for m in sys.modules if m.startswith(('rljax.models', 'rljax.planning'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

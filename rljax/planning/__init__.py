@@ -1,30 +1,34 @@
-"""Plans for meshes nobody has at hand: layout, memory, communication, time, compiled programs."""
+"""Plans the training of a model on machines that need not be there.
+
+`plan` estimates memory, communication and time of a mesh from shapes alone, `search` ranks meshes,
+and `rljax.planning.compile` compiles the real programs for described chips.
+"""
 
 from rljax.planning.chips import CHIPS, Chip, Topology
 from rljax.planning.communication import Collective
-from rljax.planning.draw import draw
-from rljax.planning.layout import Layout, describe
-from rljax.planning.placement import Placed, bytes_per_parameter, place
+from rljax.planning.pictures import draw_shards
+from rljax.planning.placement import ShardedParameter, bytes_per_parameter, shard_parameters
 from rljax.planning.plan import Plan, plan
 from rljax.planning.roofline import Roofline
 from rljax.planning.search import ranking, search
+from rljax.planning.sharding_report import ShardingReport, describe
 from rljax.planning.work import Work
 
 __all__ = [
     "CHIPS",
     "Chip",
     "Collective",
-    "Layout",
-    "Placed",
     "Plan",
     "Roofline",
+    "ShardedParameter",
+    "ShardingReport",
     "Topology",
     "Work",
     "bytes_per_parameter",
     "describe",
-    "draw",
-    "place",
+    "draw_shards",
     "plan",
     "ranking",
     "search",
+    "shard_parameters",
 ]

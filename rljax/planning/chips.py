@@ -1,4 +1,4 @@
-"""Chips by their vendors' figures, and machines made of them that need not be at hand."""
+"""Chips with their vendors' figures, and machines made of them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import os
 import re
 from typing import Any
 
-from rljax.errors import InputError
+from rljax.errors import InputError, MissingDependencyError
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What one chip can do at best.
+    """The peak rates and the memory of one chip.
 
     Attributes:
       name: Its name in topologies, such as `v5p`.
       flops: Dense bfloat16 matmul operations a second.
       memory: Bytes of its own memory.
       memory_bandwidth: Bytes a second from that memory.
-      link_bandwidth: Bytes a second that it sends to its neighbours, all links together.
-      tpu: Whether it is a TPU, which libtpu can compile for.
+      link_bandwidth: Bytes a second that it sends, all links together.
+      tpu: Whether it is a TPU: libtpu compiles for TPUs that are not there.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Chip:
 
 _GB, _GIB = 10**9, 2**30
 
-# Vendors state the bandwidth of links both ways together; what a chip sends is half of it.
+# Vendors state the bandwidth of links as the sum of both directions; a chip sends half of it.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -54,16 +54,16 @@ CHIPS = {
         Chip("b200", 2250e12, 180 * _GB, 8000e9, 900e9, tpu=False),
     )
 }
-"""The chips that can be planned for, by name."""
+"""The known chips, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A machine: so many chips of a kind.
+    """A machine: a number of chips of one kind.
 
     Attributes:
-      name: As it was asked for, such as `v5p:8x8x16`.
-      chip: The kind.
+      name: As the user wrote it, such as `v5p:8x8x16`.
+      chip: The kind of chip.
       num_chips: How many.
     """
 
@@ -76,7 +76,7 @@ class Topology:
         """Reads `chip:grid`, such as `v5p:8x8x16` or `h100:64`.
 
         Raises:
-          ValueError: There is no such chip, or the grid cannot be read.
+          InputError: There is no such chip, or the grid cannot be read.
         """
         name, _, grid = text.strip().lower().partition(":")
         if name not in CHIPS:
@@ -90,21 +90,22 @@ class Topology:
         return cls(text.strip().lower(), CHIPS[name], math.prod(map(int, grid.split("x"))))
 
     def devices(self) -> list[Any]:
-        """Its chips as devices that programs can be compiled for, though none is at hand.
+        """Its chips as described devices, for which programs can be compiled but not run.
 
         Raises:
-          ValueError: They are no TPUs, libtpu is not installed, or it knows no such slice.
+          InputError: They are not TPUs, or libtpu knows no such slice.
+          MissingDependencyError: libtpu is not installed.
         """
         if not self.chip.tpu:
             raise InputError(
                 f"topology={self.name!r}: programs are compiled for described TPUs only; leave "
                 "out compile, or plan for v5e, v5p or v6e"
             )
-        # Else libtpu looks for the machine it runs on, for minutes where there is none.
+        # Without these, libtpu looks for TPUs on this machine, for minutes.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
-        # Chips that are only described can be so by several processes at once.
+        # Several processes may describe chips at once.
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         import jax
         from jax.experimental import topologies
@@ -119,7 +120,7 @@ class Topology:
                 f"({str(error).splitlines()[0]}); take one that can be rented, such as v5p:4x4x4"
             ) from None
         except (RuntimeError, OSError, ImportError) as error:
-            raise InputError(
+            raise MissingDependencyError(
                 f"topology={self.name!r}: chips are described by libtpu, which is not installed "
                 f"({str(error).splitlines()[0]}); install the extra tpu (pip install 'jax[tpu]'), "
                 "or leave out compile"

@@ -1,4 +1,4 @@
-"""What an optimizer step sends over the links, by collective and mesh axis."""
+"""Bytes that devices send in an optimizer step and while sampling, by collective and mesh axis."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rljax import mesh as meshes
 from rljax.models import Attention, LatentAttention, ModelConfig
 from rljax.models.experts import cheaper_dispatch
 from rljax.models.pipeline import Schedule
-from rljax.planning.placement import Placed, compute_width
+from rljax.planning.placement import ShardedParameter, compute_itemsize
 from rljax.planning.work import Work
 
 
@@ -22,9 +22,9 @@ class Collective:
 
     Attributes:
       kind: Such as `all-gather`.
-      axis: The mesh axis whose devices talk.
-      bytes: What each device sends, by a ring.
-      why: What it is for, in a line.
+      axis: The mesh axis whose devices communicate.
+      bytes: Bytes that each device sends, with a ring algorithm.
+      why: Its purpose, in a line.
     """
 
     kind: str
@@ -33,26 +33,26 @@ class Collective:
     why: str
 
 
-def ring(kind: str, whole: float, ways: int) -> float:
-    """Bytes that each device sends in a collective.
+def ring_bytes(kind: str, whole: float, devices: int) -> float:
+    """Bytes that each device sends in a collective with a ring algorithm.
 
     Args:
       kind: The collective.
-      whole: Bytes of the whole buffer: gathered, or not yet scattered.
-      ways: How many devices take part.
+      whole: Bytes of the whole buffer: after gathering, or before scattering.
+      devices: How many devices take part.
     """
     rounds = 2 if kind == "all-reduce" else 1
-    return rounds * whole * (ways - 1) / ways
+    return rounds * whole * (devices - 1) / devices
 
 
 def update_collectives(
-    mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work, placed: Sequence[Placed]
+    mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work, placed: Sequence[ShardedParameter]
 ) -> Iterator[Collective]:
-    """What an optimizer step communicates where its program is partitioned well.
+    """The communication of an optimizer step, where XLA partitions its program well.
 
-    Weights travel in the compute dtype, and gradients too but for those of experts and of the
-    vocabulary, which add up in float32; once for each micro-batch, and for each that goes through
-    stages. Experts stay where they are, and tokens travel to them.
+    Weights and gradients are sent in the compute dtype; the gradients of experts and of the
+    vocabulary add up in float32. Both are sent once for each micro-batch, and again for each
+    micro-batch of a pipeline. Experts are not gathered: tokens are sent to them.
 
     Args:
       mesh: The mesh.
@@ -62,74 +62,90 @@ def update_collectives(
     """
     parts, sizes, tokens = work.parts(mesh), mesh.shape, work.tokens(mesh)
     schedules = work.schedules(mesh, config)
-    looked_up = "" if config.tie_embeddings else "embed"
     for axis in (*meshes.BATCH_AXES, "context"):
-        ways = sizes[axis]
-        if ways == 1:
-            continue
-        whole = sum(p.held * _gradient_width(p) for p in placed if axis not in p.over)
-        # Of an embedding that is not multiplied by, each device looks its part up for all.
-        split = [p for p in placed if axis in p.over and p.name != looked_up]
-        if axis == "fsdp" and split:
-            weights = ways * sum(_turns(p, schedules) * p.held * p.width for p in split)
-            gradients = ways * sum(
-                _turns(p, schedules) * p.held * _gradient_width(p) for p in split
-            )
-            yield Collective(
-                "all-gather",
-                axis,
-                int(2 * parts * ring("all-gather", weights, ways)),
-                "weights of each layer, for its forward and again for its backward pass",
-            )
-            yield Collective(
-                "reduce-scatter",
-                axis,
-                int(parts * ring("reduce-scatter", gradients, ways)),
-                "gradients of each layer, added up over rows; each device keeps its shard",
-            )
-        if whole:
-            yield Collective(
-                "all-reduce",
-                axis,
-                int(parts * ring("all-reduce", whole, ways)),
-                f"gradients of what {axis} does not split, added up over rows",
-            )
+        if sizes[axis] > 1:
+            yield from _weights(axis, sizes[axis], config, schedules, placed, parts)
     if sizes["fsdp"] > 1:
         yield Collective(
             "all-to-all",
             "fsdp",
-            int(2 * parts * ring("all-to-all", hidden_bytes(config, tokens), sizes["fsdp"])),
+            int(2 * parts * ring_bytes("all-to-all", hidden_bytes(config, tokens), sizes["fsdp"])),
             "embeddings, from the devices that hold their parts; and their gradients",
         )
     if sizes["stage"] > 1:
         yield from _through_stages(sizes, config, schedules, placed, tokens, parts)
     if sizes["context"] > 1:
         yield from _whole_rows(sizes, config, tokens, parts)
-    # Hidden states: forward, recomputed where layers are, and backward.
+    # Hidden states: forward, recomputed with remat, and backward.
     recomputed = parts * config.remat
     yield from _activations(sizes, config, tokens, 2 * parts + recomputed, recomputed)
+
+
+def _weights(
+    axis: str,
+    devices: int,
+    config: ModelConfig,
+    schedules: Sequence[Schedule | None],
+    placed: Sequence[ShardedParameter],
+    parts: int,
+) -> Iterator[Collective]:
+    """Gathered weights and summed gradients over one axis of the batch."""
+    whole = sum(p.shard_size * _gradient_itemsize(p) for p in placed if axis not in p.mesh_axes)
+    # An embedding that is only looked up is not gathered: each device looks up in its own shard.
+    looked_up = "" if config.tie_embeddings else "embed"
+    split = [p for p in placed if axis in p.mesh_axes and p.name != looked_up]
+    if axis == "fsdp" and split:
+        used = [(p, devices * _turns(p, schedules) * p.shard_size) for p in split]
+        weights = sum(n * p.itemsize for p, n in used)
+        gradients = sum(n * _gradient_itemsize(p) for p, n in used)
+        yield Collective(
+            "all-gather",
+            axis,
+            int(2 * parts * ring_bytes("all-gather", weights, devices)),
+            "weights of each layer, for its forward and again for its backward pass",
+        )
+        yield Collective(
+            "reduce-scatter",
+            axis,
+            int(parts * ring_bytes("reduce-scatter", gradients, devices)),
+            "gradients of each layer, added up over rows; each device keeps its shard",
+        )
+    if whole:
+        yield Collective(
+            "all-reduce",
+            axis,
+            int(parts * ring_bytes("all-reduce", whole, devices)),
+            f"gradients of parameters that {axis} does not split, added up over rows",
+        )
 
 
 def decode_collectives(
     mesh: Mesh | AbstractMesh, config: ModelConfig, tokens: float, rules: meshes.Rules
 ) -> Iterator[Collective]:
-    """What the sampler communicates to run `tokens` a device, such as one for each of its slots."""
-    spread = meshes.axes_of([rules["experts"]])
-    yield from _activations(mesh.shape, config, tokens, passes=1, spread=spread)
+    """The communication of the sampler's forward pass.
+
+    Args:
+      mesh: The mesh.
+      config: The model.
+      tokens: Tokens of each device, such as one for each of its slots.
+      rules: How weights are sharded while sampling.
+    """
+    expert_axes = meshes.axes_of([rules["experts"]])
+    yield from _activations(mesh.shape, config, tokens, passes=1, expert_axes=expert_axes)
 
 
 def hidden_bytes(config: ModelConfig, tokens: float) -> int:
-    """Bytes of the hidden states of so many tokens."""
-    return int(tokens * config.hidden_size * compute_width(config))
+    """Bytes of the hidden states of a number of tokens."""
+    return int(tokens * config.hidden_size * compute_itemsize(config))
 
 
-def _gradient_width(p: Placed) -> int:
+def _gradient_itemsize(p: ShardedParameter) -> int:
     """Bytes of one number of a gradient while devices add it up."""
-    return 4 if {"experts", "vocab"} & set(p.axes) else p.width
+    return 4 if {"experts", "vocab"} & set(p.axes) else p.itemsize
 
 
-def _turns(p: Placed, schedules: Sequence[Schedule | None]) -> float:
-    """How often a pass uses a parameter: in a pipeline at each turn of its piece of layers."""
+def _turns(p: ShardedParameter, schedules: Sequence[Schedule | None]) -> float:
+    """How often a pass gathers a parameter: in a pipeline once for each turn of its layers."""
     plan = None if p.stack is None else schedules[p.stack]
     return 1 if plan is None else plan.turns / plan.repeats
 
@@ -138,13 +154,13 @@ def _through_stages(
     sizes: Mapping[str, int],
     config: ModelConfig,
     schedules: Sequence[Schedule | None],
-    placed: Sequence[Placed],
+    placed: Sequence[ShardedParameter],
     tokens: int,
     parts: int,
 ) -> Iterator[Collective]:
-    """Rows through the layers of all stages, and the weights that are elsewhere than they are used.
+    """Rows that pass through the stages, and weights that move to the stage that uses them.
 
-    Float32 weights are traded: they are cast where they are used.
+    Weights move in float32 and are cast to the compute dtype by the stage that uses them.
     """
     stages, hidden = sizes["stage"], hidden_bytes(config, tokens)
     used = [plan for plan in schedules if plan is not None]
@@ -158,50 +174,50 @@ def _through_stages(
         )
         rows = len(used) * parts * stages
         yield Collective(
-            "all-gather", "stage", int(rows * ring("all-gather", hidden, stages)),
+            "all-gather", "stage", int(rows * ring_bytes("all-gather", hidden, stages)),
             "rows of all stages, to the first",
         )  # fmt: skip
         yield Collective(
             "reduce-scatter",
             "stage",
-            int(rows * ring("reduce-scatter", 4 * tokens * config.hidden_size, stages)),
+            int(rows * ring_bytes("reduce-scatter", 4 * tokens * config.hidden_size, stages)),
             "their gradients, back in float32",
         )
         yield Collective(
-            "all-to-all", "stage", int(2 * rows * ring("all-to-all", hidden, stages)),
+            "all-to-all", "stage", int(2 * rows * ring_bytes("all-to-all", hidden, stages)),
             "rows back from the first stage, and their gradients to it",
         )  # fmt: skip
-    traded, weights, gradients = 0.0, 0.0, 0.0
+    moved, weights, gradients = 0.0, 0.0, 0.0
     for p in placed:
-        if p.stack is None or "stage" not in p.over:
+        if p.stack is None or "stage" not in p.mesh_axes:
             continue
         plan, count = schedules[p.stack], p.shape[0]
         piped = 0 if plan is None else plan.layers
         if plan is not None and (plan.repeats > 1 or piped < count):
             # From layers to embed, if they are split by layers, and on to the layers of stages.
             moves = piped / count + (p.spec[0] == "stage")
-            traded += 2 * moves * 4 * p.held
-        outside = stages * p.held * (count - piped) / count
-        weights += outside * p.width
-        gradients += outside * _gradient_width(p)
-    if traded:
+            moved += 2 * moves * 4 * p.shard_size
+        outside = stages * p.shard_size * (count - piped) / count
+        weights += outside * p.itemsize
+        gradients += outside * _gradient_itemsize(p)
+    if moved:
         yield Collective(
             "all-to-all",
             "stage",
-            int(parts * ring("all-to-all", traded, stages)),
+            int(parts * ring_bytes("all-to-all", moved, stages)),
             "layers to the stages that run them, and their gradients back, in float32",
         )
     if weights:
         yield Collective(
             "all-gather",
             "stage",
-            int(2 * parts * ring("all-gather", weights, stages)),
+            int(2 * parts * ring_bytes("all-gather", weights, stages)),
             "weights of layers outside the pipeline, forward and again for the backward pass",
         )
         yield Collective(
             "reduce-scatter",
             "stage",
-            int(parts * ring("reduce-scatter", gradients, stages)),
+            int(parts * ring_bytes("reduce-scatter", gradients, stages)),
             "gradients of those layers, added up over rows; each device keeps its shard",
         )
 
@@ -209,7 +225,7 @@ def _through_stages(
 def _whole_rows(
     sizes: Mapping[str, int], config: ModelConfig, tokens: int, parts: int
 ) -> Iterator[Collective]:
-    """Keys and values of rows that are split along their length."""
+    """Gathered keys and values of rows that are split along their length."""
     context = sizes["context"]
     each = sum(_keys_and_values(block.attention) for block in config.layers)
     numbers = tokens * context * each // sizes["tensor"]
@@ -217,13 +233,13 @@ def _whole_rows(
     yield Collective(
         "all-gather",
         "context",
-        int(forwards * ring("all-gather", compute_width(config) * numbers, context)),
+        int(forwards * ring_bytes("all-gather", compute_itemsize(config) * numbers, context)),
         "keys and values of whole rows, for the queries of their parts",
     )
     yield Collective(
         "reduce-scatter",
         "context",
-        int(parts * ring("reduce-scatter", 4 * numbers, context)),
+        int(parts * ring_bytes("reduce-scatter", 4 * numbers, context)),
         "gradients of keys and values, added up over the parts of a row in float32",
     )
 
@@ -241,51 +257,60 @@ def _activations(
     tokens: float,
     passes: int,
     recomputed: int = 0,
-    spread: Sequence[str] = ("expert",),
+    expert_axes: Sequence[str] = ("expert",),
 ) -> Iterator[Collective]:
-    """Hidden states of a device's tokens, sent `passes` times through each layer's halves.
+    """Hidden states sent between the experts and the tensor shards of each layer.
 
-    Experts are spread over the axes `spread`.
+    Args:
+      sizes: Mesh axis -> size.
+      config: The model.
+      tokens: Tokens of a device.
+      passes: Passes through the layers, recomputed ones included.
+      recomputed: How many of the passes recompute activations; they send no outputs of experts.
+      expert_axes: The mesh axes that split the experts.
     """
-    tensor, axes = sizes["tensor"], [a for a in spread if a != "tensor" and sizes[a] > 1]
+    tensor, axes = sizes["tensor"], [a for a in expert_axes if a != "tensor" and sizes[a] > 1]
     if axes and config.num_experts:
-        yield from _met_experts(
-            config,
-            tokens,
-            math.prod(sizes[a] for a in axes),
-            "×".join(axes),
-            passes,
-            passes - recomputed,
-        )
+        devices = math.prod(sizes[a] for a in axes)
+        yield from _dispatch(config, tokens, devices, "×".join(axes), passes, passes - recomputed)
     if tensor > 1:
         whole = passes * hidden_bytes(config, tokens) * (2 * config.num_layers + 1)
         yield Collective(
             "all-reduce",
             "tensor",
-            int(ring("all-reduce", whole, tensor)),
+            int(ring_bytes("all-reduce", whole, tensor)),
             "outputs of attention, feed-forward and embedding, added up over heads and columns",
         )
 
 
-def _met_experts(
-    config: ModelConfig, tokens: float, devices: int, axis: str, passes: int, answers: int
+def _dispatch(
+    config: ModelConfig, tokens: float, devices: int, axis: str, inputs: int, outputs: int
 ) -> Iterator[Collective]:
-    """Tokens to experts of other devices, and in float32 the answers, which are not recomputed."""
+    """Tokens sent to the experts of other devices, and the experts' outputs back, in float32.
+
+    Args:
+      config: The model.
+      tokens: Tokens of a device.
+      devices: How many devices the experts are split over.
+      axis: The name of the axes.
+      inputs: How often tokens are sent to the experts.
+      outputs: How often outputs are sent back.
+    """
     layers = len(config.mixture_layers)
-    sent = passes * layers * hidden_bytes(config, tokens)
-    answered = answers * layers * 4 * int(tokens * config.hidden_size)
-    way = config.expert_dispatch or cheaper_dispatch(int(tokens), config.top_k, devices, True)
-    if way == "all_gather":
+    sent = inputs * layers * hidden_bytes(config, tokens)
+    returned = outputs * layers * 4 * int(tokens * config.hidden_size)
+    dispatch = config.expert_dispatch or cheaper_dispatch(int(tokens), config.top_k, devices, True)
+    if dispatch == "all_gather":
         yield Collective(
             "all-gather",
             axis,
-            int(ring("all-gather", sent * devices, devices)),
-            "tokens, shown to the experts of all devices",
+            int(ring_bytes("all-gather", sent * devices, devices)),
+            "tokens of all devices, for the experts of each",
         )
         yield Collective(
             "reduce-scatter",
             axis,
-            int(ring("reduce-scatter", answered * devices, devices)),
+            int(ring_bytes("reduce-scatter", returned * devices, devices)),
             "outputs of experts, added up over the devices that hold a token's experts",
         )
     else:
@@ -293,6 +318,6 @@ def _met_experts(
         yield Collective(
             "all-to-all",
             axis,
-            int(ring("all-to-all", copies * (sent + answered), devices)),
-            "tokens to the devices that hold their experts, and outputs back, at the most",
+            int(ring_bytes("all-to-all", copies * (sent + returned), devices)),
+            "tokens to the devices that hold their experts, and outputs back; an upper bound",
         )

@@ -1,4 +1,4 @@
-"""The real train and decode steps, compiled for devices that need not be at hand."""
+"""Compiles the real train and decode steps for devices that need not be there."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rljax.errors import InputError
 from rljax.models import ModelConfig
 from rljax.planning.communication import Collective
 from rljax.planning.hlo import read_collectives
-from rljax.planning.layout import collective_table
 from rljax.planning.plan import Plan
+from rljax.planning.sharding_report import collective_table
 from rljax.planning.tables import Table, Tables, size
 from rljax.planning.work import OBJECTIVE, Work, abstract_rows
 from rljax.sampling import Engine
@@ -29,18 +29,18 @@ from rljax.training import update as updates
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What XLA says of a program, for each device.
+    """XLA's memory analysis of a program, per device, and its collectives.
 
     Attributes:
       name: `train` or `decode`.
-      arguments: Bytes of what is handed in.
-      outputs: Bytes of what comes out.
-      aliases: Bytes of outputs that take the place of arguments.
-      temporaries: Bytes needed beside both while it runs.
+      arguments: Bytes of the arguments.
+      outputs: Bytes of the outputs.
+      aliases: Bytes of outputs that are written into the buffers of donated arguments.
+      temporaries: Bytes of other buffers while it runs.
       peak: The most bytes in use at once.
-      largest: The largest temporaries: bytes, and the arrays that take turns in them.
-      collectives: What it sends; `why` says how often and for what.
-      seconds: What lowering and compiling took.
+      largest: The largest temporary buffers: bytes, and the arrays that share the buffer.
+      collectives: Its communication; `why` says how often and in which part of the model.
+      seconds: The time of lowering and compiling.
       host_bytes: The most memory this process has used so far.
     """
 
@@ -57,7 +57,7 @@ class Compiled:
 
     @property
     def total(self) -> int:
-        """Bytes per device: arguments, temporaries, and outputs that replace no argument."""
+        """Bytes per device: arguments, temporaries, and outputs that are not aliases."""
         return self.arguments + self.temporaries + self.outputs - self.aliases
 
 
@@ -72,13 +72,13 @@ def compile_update(
 
     Args:
       config: The model.
-      mesh: Of devices at hand or described ones.
+      mesh: A mesh of this machine's devices or of described ones.
       work: The sizes of a step.
-      rules: How weights lie on the mesh: logical axis -> mesh axes.
-      on_host: Whether the optimizer's moments wait in the host's memory.
+      rules: How weights are sharded: logical axis -> mesh axes.
+      on_host: Whether the optimizer's moments are kept in the host's memory.
 
     Raises:
-      ValueError: The compiler finds that it does not fit, or the batch does not divide.
+      InputError: It does not fit in a device's memory, or the batch does not divide.
     """
     optimizer = states.make_optimizer(OptimizerSettings(), updates=1000)
     update = updates.make_update(
@@ -92,9 +92,9 @@ def compile_update(
         on_host=on_host,
     )
     state = states.abstract(config, optimizer, OBJECTIVE, mesh, rules=rules, on_host=on_host)
-    layout = meshes.batch_sharding(mesh)
+    sharding = meshes.batch_sharding(mesh)
     rows = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         abstract_rows(config, work),
     )
     started = time.perf_counter()
@@ -106,7 +106,17 @@ def compile_update(
 def compile_decode(
     config: ModelConfig, mesh: Mesh, work: Work, rules: meshes.Rules = meshes.ROLLOUT_RULES
 ) -> Compiled:
-    """Compiles a chunk of the sampler's decode steps; arguments and refusals as above."""
+    """Compiles a chunk of the sampler's decode steps for a mesh.
+
+    Args:
+      config: The model.
+      mesh: A mesh of this machine's devices or of described ones.
+      work: The sizes of a step.
+      rules: How weights are sharded while sampling: logical axis -> mesh axes.
+
+    Raises:
+      InputError: As `compile_update`.
+    """
     engine = Engine(
         config,
         mesh,
@@ -125,8 +135,8 @@ def compile_decode(
 
 
 def _compile(name: str, lowered: jax.stages.Lowered, mesh: Mesh, started: float) -> Compiled:
-    # A program for a thousand chips is too large for `as_text`: its dump is read instead. One
-    # that comes out of the compilation cache leaves none, and is read the other way.
+    # `as_text` fails for programs for a thousand chips, so XLA's dump is read. A program from the
+    # compilation cache writes no dump, and `as_text` is used.
     with tempfile.TemporaryDirectory() as folder:
         try:
             compiled = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
@@ -136,7 +146,7 @@ def _compile(name: str, lowered: jax.stages.Lowered, mesh: Mesh, started: float)
             found = ", ".join(f"{size(n)} {a}" for n, a in _largest(_dumped(folder, _REPORT), 2))
             raise InputError(
                 f"the {name} step does not fit this mesh: {str(error).splitlines()[0]} The largest "
-                f"arrays, one after the other: {_short(found)}; split the weights over more "
+                f"buffers: {_short(found)}; split the weights over more "
                 "devices, or take fewer slots or shorter rows"
             ) from None
         seconds = time.perf_counter() - started
@@ -159,7 +169,7 @@ def _compile(name: str, lowered: jax.stages.Lowered, mesh: Mesh, started: float)
 
 
 def _dumped(folder: str, what: str) -> str:
-    """The largest dump of a kind: the step's own, beside those of small helpers."""
+    """The largest dump of a kind: that of the step, among those of small helper programs."""
     return max((p.read_text() for p in Path(folder).glob(f"*{what}.txt")), key=len, default="")
 
 
@@ -172,7 +182,7 @@ _BUFFER = re.compile(
 
 
 def _largest(report: str, most: int = 5) -> tuple[tuple[int, str], ...]:
-    """The largest buffers of XLA's report on memory."""
+    """The largest buffers in XLA's memory usage report."""
     found = [
         (int(float(b["size"]) * _UNITS[b["unit"]]), b["arrays"]) for b in _BUFFER.finditer(report)
     ]
@@ -180,12 +190,12 @@ def _largest(report: str, most: int = 5) -> tuple[tuple[int, str], ...]:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Compared(Tables):
-    """XLA's account of a program beside the plan's estimate.
+class Comparison(Tables):
+    """XLA's figures of a compiled program and the plan's estimates, in one table.
 
     Attributes:
-      plan: The estimate.
-      compiled: What XLA says.
+      plan: The estimates.
+      compiled: XLA's figures.
     """
 
     plan: Plan
@@ -194,36 +204,42 @@ class Compared(Tables):
     def tables(self) -> list[Table]:
         """Memory, the largest temporaries, collectives."""
         c = self.compiled
-        handed, needed = self.plan.arguments[c.name], self.plan.temporaries[c.name]
-        memory, beside = self.plan.topology.chip.memory, self.plan.beside[c.name]
+        arguments, temporaries = self.plan.arguments[c.name], self.plan.temporaries[c.name]
+        memory, resident = self.plan.topology.chip.memory, self.plan.resident[c.name]
+        total = arguments + temporaries
         lines = [
-            ("arguments", size(c.arguments), size(handed), _apart(c.arguments, handed)),
-            ("temporaries", size(c.temporaries), size(needed), _apart(c.temporaries, needed)),
+            ("arguments", size(c.arguments), size(arguments), _error(arguments, c.arguments)),
+            (
+                "temporaries",
+                size(c.temporaries),
+                size(temporaries),
+                _error(temporaries, c.temporaries),
+            ),
             ("outputs", size(c.outputs), "", ""),
-            ("of them in place of arguments", size(c.aliases), "", ""),
-            ("all", size(c.total), size(handed + needed), _apart(c.total, handed + needed)),
+            ("of them aliases of arguments", size(c.aliases), "", ""),
+            ("all", size(c.total), size(total), _error(total, c.total)),
             ("peak", size(c.peak), "", ""),
-            ("held beside it", "", size(beside), ""),
-            ("fits", "yes" if c.total + beside <= memory else "NO", "", f"of {size(memory)}"),
+            ("also resident", "", size(resident), ""),
+            ("fits", "yes" if c.total + resident <= memory else "NO", "", f"of {size(memory)}"),
         ]
         return [
             Table(
                 f"{c.name} step: compiled in {c.seconds:.0f} s with {size(c.host_bytes)} of host "
                 "memory; bytes per device",
-                ("", "XLA", "estimate", ""),
+                ("", "XLA", "estimate", "XLA against it"),
                 lines,
             ),
             Table(
-                "Its largest temporaries: why they differ from the estimate",
-                ("bytes", "arrays, one after the other"),
+                "Its largest temporaries",
+                ("bytes", "arrays that share the buffer"),
                 [(size(n), _short(arrays)) for n, arrays in c.largest],
             ),
             collective_table("Sent by each device, as compiled", c.collectives),
         ]
 
 
-def _apart(ours: float, theirs: float) -> str:
-    return f"{ours / theirs - 1:+.1%}" if theirs else ""
+def _error(estimate: float, measured: float) -> str:
+    return f"{measured / estimate - 1:+.1%}" if estimate else ""
 
 
 def _short(arrays: str, most: int = 90) -> str:

@@ -1,4 +1,4 @@
-"""What a partitioned program communicates, read from its text."""
+"""Reads the collectives of a compiled program from its HLO text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rljax.planning.communication import Collective, ring
+from rljax.planning.communication import Collective, ring_bytes
 from rljax.planning.tables import size
 
 _KINDS = (
@@ -33,8 +33,8 @@ class _Computation:
     Attributes:
       sent: Kind, mesh axis, scope and bytes of each of its collectives.
       calls: The computations it calls once.
-      loops: Condition, body and, where it is written down, how often the loop turns.
-      constants: Its integers: a loop's condition compares with how often it turns.
+      loops: Condition, body and, where the text says it, the trip count of its loops.
+      constants: Its integers; that of a loop's condition is the trip count.
     """
 
     sent: list[tuple[str, str, str, int]] = dataclasses.field(default_factory=list)
@@ -44,18 +44,18 @@ class _Computation:
 
 
 def read_collectives(text: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
-    """Collectives of a program for one device of many, by kind and mesh axis; largest first.
+    """The collectives of a partitioned program, by kind and mesh axis; largest first.
 
-    Loops count as often as they turn, one whose end depends on data as often as it may; of a
-    conditional all branches count.
+    The body of a loop counts once for each iteration, at most where their number depends on data.
+    All branches of a conditional count.
 
     Args:
-      text: The optimized program, as XLA dumps it.
+      text: The optimized HLO of one device's program, as XLA dumps it.
       mesh: Axis -> size, in the order of the device grid.
 
-    Returns:
-      Bytes that each device sends by a ring; `why` says how often, and for which of the model's
-      named scopes.
+    Retimes_run:
+      Bytes that each device sends with a ring algorithm; `why` says how often, and in which of the
+      model's named scopes.
     """
     computations, entry = _parse(text, mesh)
     total: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -64,19 +64,19 @@ def read_collectives(text: str, mesh: Mapping[str, int]) -> tuple[Collective, ..
         collections.Counter
     )
 
-    def walk(name: str, turns: int) -> None:
+    def walk(name: str, times_run: int) -> None:
         found = computations.get(name)
         if found is None:
             return
         for kind, axis, scope, sent in found.sent:
-            total[kind, axis] += sent * turns
-            times[kind, axis] += turns
-            scopes[kind, axis][scope] += sent * turns
+            total[kind, axis] += sent * times_run
+            times[kind, axis] += times_run
+            scopes[kind, axis][scope] += sent * times_run
         for callee in found.calls:
-            walk(callee, turns)
+            walk(callee, times_run)
         for condition, body, known in found.loops:
             constants = computations[condition].constants if condition in computations else []
-            walk(body, turns * (known or max(constants, default=1)))
+            walk(body, times_run * (known or max(constants, default=1)))
 
     walk(entry, 1)
     return tuple(
@@ -133,7 +133,7 @@ def _collective(
     kind = found["kind"]
     arrays = [_bytes(*array) for array in _ARRAY.findall(found["shape"])]
     if found["start"] and kind != "all-reduce":
-        # (operands, results, counters): the results are what the plain form gives.
+        # (operands, results, counters); the synchronous form has the results only.
         arrays = [n for n in arrays if n > 4]
         arrays = arrays[len(arrays) // 2 :]
     result = sum(arrays)
@@ -147,10 +147,10 @@ def _collective(
     members = _members(line, math.prod(mesh.values()))
     ways, axis = len(members), _axes(members, mesh)
     if kind == "reduce-scatter":
-        return kind, axis, int(ring(kind, result * ways, ways))
+        return kind, axis, int(ring_bytes(kind, result * ways, ways))
     if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
-        kind = "reduce-scatter"  # how the TPU compiler spells it
-    return kind, axis, int(ring(kind, result, ways))
+        kind = "reduce-scatter"  # as the TPU compiler names it
+    return kind, axis, int(ring_bytes(kind, result, ways))
 
 
 def _bytes(dtype: str, dims: str) -> int:
@@ -173,7 +173,7 @@ def _members(line: str, devices: int) -> list[int]:
             part = re.search(rf"'{axis}'(?::\((\d+)\)(\d+))?", named[2])
             if part is None:
                 grid = grid.take([0], axis=dim)
-            elif part[1]:  # a part of the axis: so many before it, so many of it
+            elif part[1]:  # a part of the axis: (offset count, size)
                 after = int(whole) // int(part[1]) // int(part[2])
                 grid = grid.take(range(0, int(part[2]) * after, after), axis=dim)
         return grid.ravel().tolist()
@@ -181,7 +181,7 @@ def _members(line: str, devices: int) -> list[int]:
 
 
 def _axes(members: list[int], mesh: Mapping[str, int]) -> str:
-    """The mesh axes along which devices differ."""
+    """The mesh axes along which the devices of a group differ."""
     if len(members) < 2:
         return "-"
     places = np.asarray(np.unravel_index(members, tuple(mesh.values())))

@@ -1,4 +1,4 @@
-"""Bytes per device while sampling and while updating, beside weights and optimizer."""
+"""Bytes per device of activations, KV cache and the sampler's weights."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from rljax.errors import InputError
 from rljax.models import Block, Experts, ModelConfig
 from rljax.models.pipeline import Schedule
 from rljax.planning.communication import hidden_bytes
-from rljax.planning.placement import Placed, compute_width, place
+from rljax.planning.placement import ShardedParameter, compute_itemsize, shard_parameters
 from rljax.planning.work import Work
 from rljax.sampling.cache import make_pool, pool_sharding
 
-_CHUNK = 1024  # tokens of a micro-batch whose logits are held at a time
+_CHUNK = 1024  # tokens of a micro-batch whose logits exist at a time
 
 
 def activations(
-    mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work, placed: Sequence[Placed]
+    mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work, placed: Sequence[ShardedParameter]
 ) -> dict[str, int]:
-    """The largest temporaries of an update, by what they are; one layer's at a time.
+    """The largest temporaries of an update, by kind.
 
     Args:
       mesh: The mesh.
-      config: The model; without `remat` every layer's are kept, with it only its input.
+      config: The model. With `remat` only the inputs of layers are kept for the backward pass, and
+        other activations exist for one layer at a time; without it those of all layers are kept.
       work: The sizes of a step.
       placed: Its parameters on the mesh.
     """
@@ -38,7 +39,7 @@ def activations(
     scores = 4 * 4 * tokens * heads * work.length // tensor
     # Inputs, inner products and outputs of the largest feed-forward, and their gradients.
     inner = max(_feed_forward(b, config, tokens, mesh) for b in config.layers)
-    inner *= 2 * compute_width(config)
+    inner *= 2 * compute_itemsize(config)
     layers = 1 if config.remat else config.num_layers
     logits = min(max(_CHUNK, rows), work.scored(mesh))
     return {
@@ -53,11 +54,11 @@ def activations(
 
 
 def _kept_inputs(config: ModelConfig, schedules: Sequence[Schedule | None]) -> float:
-    """Inputs of layers that a pass keeps on each device, in hidden states of its own rows."""
+    """How many inputs of layers a pass keeps on each device, each of its own rows."""
     total = float(config.num_layers)
     for stack, plan in zip(config.stacks, schedules, strict=True):
         if plan is not None:
-            # Turns in which a stage waits keep what they run too; and the first stage's rows.
+            # Turns of the pipeline's bubble keep inputs too, and so does the first stage's batch.
             total += len(stack.pattern) * plan.layers * plan.bubble / (1 - plan.bubble)
             total += plan.stages
     return total
@@ -68,44 +69,47 @@ def _feed_forward(block: Block, config: ModelConfig, tokens: int, mesh: Mesh | A
     each = 2 * config.hidden_size + 3 * c.intermediate_size // tensor
     if not isinstance(c, Experts):
         return tokens * each
-    # Room for the tokens of all devices along `expert`: none is dropped, however skewed.
+    # Buffers hold the tokens of all devices along `expert`, so that none is ever dropped.
     routed = tokens * mesh.shape["expert"] * c.top_k * each
     return routed + tokens * 3 * c.shared_size // tensor
 
 
-def _largest_layer(mesh: Mesh | AbstractMesh, placed: Sequence[Placed]) -> int:
-    """Bytes of the largest layer's weights in the compute dtype, whole over fsdp."""
+def _largest_layer(mesh: Mesh | AbstractMesh, placed: Sequence[ShardedParameter]) -> int:
+    """Bytes of the largest layer's weights in the compute dtype, gathered over fsdp."""
     layers: dict[str, int] = {}
     for p in placed:
         if p.name.startswith("stacks/"):
             layer = "/".join(p.name.split("/")[:3])
-            ways = mesh.shape["fsdp"] if "fsdp" in p.over else 1
-            layers[layer] = layers.get(layer, 0) + p.held * ways * p.width // p.shape[0]
+            ways = mesh.shape["fsdp"] if "fsdp" in p.mesh_axes else 1
+            layers[layer] = layers.get(layer, 0) + p.shard_size * ways * p.itemsize // p.shape[0]
     return max(layers.values())
 
 
 def rollout_weights(
-    placed: Sequence[Placed], mesh: Mesh | AbstractMesh, config: ModelConfig, rules: meshes.Rules
+    placed: Sequence[ShardedParameter],
+    mesh: Mesh | AbstractMesh,
+    config: ModelConfig,
+    rules: meshes.Rules,
 ) -> int:
-    """Bytes of the sampler's weights: 0 where it samples with the trainer's very buffers.
+    """Bytes of the sampler's weights on a device; 0 where it uses the trainer's buffers.
 
     Args:
       placed: The trainer's parameters on the mesh.
       mesh: The mesh.
       config: The model.
-      rules: How the sampler lays them over it.
+      rules: How weights are sharded while sampling.
     """
-    sampler = place(mesh, config, rules)
-    if all(s.spec == t.spec and s.width == 4 for s, t in zip(sampler, placed, strict=True)):
+    sampler = shard_parameters(mesh, config, rules)
+    if all(s.spec == t.spec and s.itemsize == 4 for s, t in zip(sampler, placed, strict=True)):
         return 0
-    return sum(p.held * p.width for p in sampler)
+    return sum(p.shard_size * p.itemsize for p in sampler)
 
 
 def kv_pool(mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work) -> int:
     """Bytes of the KV cache's pages on a device.
 
     Raises:
-      ValueError: The pages do not divide, or layers differ in their heads.
+      InputError: The pages do not divide, or layers differ in their number of KV heads.
     """
     shards = meshes.batch_shards(mesh)
     if work.pages % shards:
@@ -114,18 +118,18 @@ def kv_pool(mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work) -> int:
             "multiple"
         )
     pool = jax.eval_shape(functools.partial(make_pool, config, work.pages, work.page_size))
-    layout = pool_sharding(config, mesh)
-    return sum(math.prod(layout.shard_shape(x.shape)) * x.dtype.itemsize for x in pool.values())
+    sharding = pool_sharding(config, mesh)
+    return sum(math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in pool.values())
 
 
 def kv_bytes(config: ModelConfig, tokens: int) -> int:
-    """Bytes of the keys and values of so many tokens, all layers."""
+    """Bytes of the keys and values of a number of tokens, in all layers."""
     pool = jax.eval_shape(functools.partial(make_pool, config, tokens, 1))
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in pool.values())
 
 
 def decode_activations(mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work) -> int:
-    """Bytes of a decode step's temporaries: one layer's keys and values as read, and logits."""
+    """Bytes of a decode step's temporaries: keys and values read by one layer, and logits."""
     slots, tensor = work.slots // meshes.batch_shards(mesh), mesh.shape["tensor"]
     read = 2 * kv_bytes(config, slots * work.length) // config.num_layers
     heads = max(b.attention.num_heads for b in config.layers) // tensor

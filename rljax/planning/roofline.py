@@ -1,4 +1,4 @@
-"""How long a rollout and an update take at the least, by what the chips can do."""
+"""The least time of a rollout and of an update, from the peak rates of the chips."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rljax.models.pipeline import Schedule
 from rljax.planning.chips import Chip
 from rljax.planning.communication import Collective, decode_collectives
 from rljax.planning.memory import kv_bytes
-from rljax.planning.placement import Placed
+from rljax.planning.placement import ShardedParameter
 from rljax.planning.work import Work
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Seconds that each resource of a chip is busy.
+    """Seconds that each resource of a chip is busy, at its peak rate.
 
     Attributes:
-      compute: Matmuls at the chip's peak.
-      memory: Bytes to and from its memory at its full bandwidth.
-      links: Bytes sent at the full bandwidth of all its links.
+      compute: Matmuls.
+      memory: Reads and writes of the chip's memory.
+      links: Bytes sent over all links to other chips.
     """
 
     compute: float
@@ -34,12 +34,12 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """The time where all three overlap perfectly."""
+        """The time if all three overlap perfectly."""
         return max(self.compute, self.memory, self.links)
 
     @property
     def bound(self) -> str:
-        """Which resource that time is spent on."""
+        """The resource that is busy for all of that time."""
         return max(("compute", "memory", "links"), key=lambda name: getattr(self, name))
 
 
@@ -48,10 +48,10 @@ def update(
     mesh: Mesh | AbstractMesh,
     config: ModelConfig,
     work: Work,
-    placed: Sequence[Placed],
+    placed: Sequence[ShardedParameter],
     collectives: Sequence[Collective],
 ) -> Roofline:
-    """One optimizer step: forward, recomputed where layers are, backward (twice forward), AdamW.
+    """One optimizer step: forward, recomputed with remat, backward (twice forward), AdamW.
 
     Args:
       chip: The kind of chip.
@@ -59,27 +59,27 @@ def update(
       config: The model.
       work: The sizes of a step.
       placed: Its parameters on the mesh.
-      collectives: What the step communicates.
+      collectives: The communication of the step.
     """
     parts = work.parts(mesh)
     tokens, scored = work.tokens(mesh), work.scored(mesh)
     schedules = work.schedules(mesh, config)
     layers = _forward(mesh, config, placed, tokens, 0)
     layers += _attention(mesh, config, tokens, work.length)
-    forward = parts * _stretch(config, schedules) * layers
+    forward = parts * _bubble_factor(config, schedules) * layers
     forward += parts * _forward(mesh, config, placed, 0, scored)
     passes = 3 + config.remat
 
-    def reads(p: Placed) -> int:
+    def reads(p: ShardedParameter) -> int:
         plan = None if p.stack is None else schedules[p.stack]
         return 1 if plan is None else plan.micro_batches // plan.stages
 
-    read = sum(reads(p) * p.held * _gathered(p, mesh) * p.width for p in placed)
+    read = sum(reads(p) * p.shard_size * _gathered(p, mesh) * p.itemsize for p in placed)
     state = sum(n for p in placed for n in p.bytes(parts).values())
     return Roofline(
         compute=passes * forward / chip.flops,
-        # Each pass reads the weights once, through stages once for each micro-batch; AdamW reads
-        # and writes all that is kept.
+        # Each pass reads the weights once, in a pipeline once for each micro-batch; AdamW reads and
+        # writes the whole state.
         memory=(passes * parts * read + 2 * state) / chip.memory_bandwidth,
         links=sum(c.bytes for c in collectives) / chip.link_bandwidth,
     )
@@ -90,7 +90,7 @@ def rollout(
     mesh: Mesh | AbstractMesh,
     config: ModelConfig,
     work: Work,
-    placed: Sequence[Placed],
+    placed: Sequence[ShardedParameter],
     weights: int,
     rules: meshes.Rules,
 ) -> Roofline:
@@ -102,8 +102,8 @@ def rollout(
       config: The model.
       work: The sizes of a step.
       placed: Its parameters on the mesh.
-      weights: Bytes of them on a device while sampling.
-      rules: How they lie on the mesh then.
+      weights: Bytes of the weights on a device while sampling.
+      rules: How weights are sharded while sampling.
     """
     shards = meshes.batch_shards(mesh)
     prompts = work.prompts_per_step * work.max_prompt_length / shards
@@ -129,16 +129,17 @@ def rollout(
     )
 
 
-def _gathered(p: Placed, mesh: Mesh | AbstractMesh) -> int:
-    """By how much of a parameter a device computes with more than it holds, for its own rows.
+def _gathered(p: ShardedParameter, mesh: Mesh | AbstractMesh) -> int:
+    """How many times its own shard of a parameter a device computes with, for its own rows.
 
-    With stages, each computes with its own layers for the rows of all, which comes to the same.
+    With stages, a device computes with its own layers for the rows of all stages: as many
+    operations.
     """
-    return math.prod(mesh.shape[axis] for axis in ("fsdp", "stage") if axis in p.over)
+    return math.prod(mesh.shape[axis] for axis in ("fsdp", "stage") if axis in p.mesh_axes)
 
 
-def _stretch(config: ModelConfig, schedules: Sequence[Schedule | None]) -> float:
-    """How much longer layers take where stages wait for each other, on average over layers."""
+def _bubble_factor(config: ModelConfig, schedules: Sequence[Schedule | None]) -> float:
+    """The factor by which pipeline bubbles lengthen the layers, on average over layers."""
     waited = sum(
         len(stack.pattern) * s.layers * s.bubble / (1 - s.bubble)
         for stack, s in zip(config.stacks, schedules, strict=True)
@@ -150,16 +151,16 @@ def _stretch(config: ModelConfig, schedules: Sequence[Schedule | None]) -> float
 def _forward(
     mesh: Mesh | AbstractMesh,
     config: ModelConfig,
-    placed: Sequence[Placed],
+    placed: Sequence[ShardedParameter],
     tokens: float,
     scored: float,
 ) -> float:
-    """Operations of a device's matmuls with weights; logits are formed for `scored` tokens."""
+    """Operations of a device's matmuls with weights; logits are computed for `scored` tokens."""
     total, chosen = 0.0, config.top_k / max(config.num_experts, 1)
     for p in placed:
         if len(p.shape) - ("layers" in p.axes) < 2:
             continue
-        used = float(p.held * _gathered(p, mesh))
+        used = float(p.shard_size * _gathered(p, mesh))
         if "experts" in p.axes:
             used *= chosen * mesh.shape["expert"]  # for the tokens of all devices along it
         output = p.name == ("embed" if config.tie_embeddings else "output")
@@ -170,7 +171,7 @@ def _forward(
 
 
 def _attention(mesh: Mesh | AbstractMesh, config: ModelConfig, tokens: float, seen: float) -> float:
-    """Operations of scores and of their products with values, all keys counted as seen."""
+    """Operations of attention scores and their products with values, without a causal mask."""
     total = 0.0
     for block in config.layers:
         a = block.attention

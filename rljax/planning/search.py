@@ -24,21 +24,21 @@ def search(
     rollout_rules: meshes.Rules = meshes.ROLLOUT_RULES,
     on_host: bool = False,
 ) -> list[Plan]:
-    """Plans every mesh of the machine, and keeps those that fit.
+    """Plans every mesh of the machine's chips and returns those whose memory fits.
 
     Args:
       config: The model.
       topology: The machine.
       work: The sizes of a step.
-      train_rules: As for `plan`, and so the others.
-      rollout_rules: How weights lie on the mesh while sampling.
-      on_host: Whether the optimizer's moments wait in the host's memory.
+      train_rules: How weights are sharded in the update: logical axis -> mesh axes.
+      rollout_rules: How weights are sharded while sampling.
+      on_host: Whether the optimizer's moments are kept in the host's memory.
 
     Returns:
-      Plans by estimated time of a step, then by memory.
+      Plans, the shortest estimated step first; of equal ones, the one with least memory.
 
     Raises:
-      ValueError: None fits; with the reason of the mesh that came nearest.
+      InputError: No mesh fits; with what the one of least memory needs.
     """
     found, nearest, refusal = [], None, ""
     axes = SEARCHED if config.num_experts else tuple(a for a in SEARCHED if a != "expert")
@@ -46,7 +46,7 @@ def search(
         mesh = meshes.make_abstract(topology.num_chips, **sizes)
         try:
             planned = plan(config, topology, mesh, work, train_rules, rollout_rules, on_host)
-        except ValueError as error:  # something does not divide
+        except InputError as error:  # something does not divide over this mesh
             refusal = str(error)
             continue
         if planned.fits:
@@ -57,7 +57,7 @@ def search(
         reason = refusal
         if nearest is not None:
             need = size(nearest.peak)
-            reason = f"the least is {need} a device on {nearest.layout.mesh}"
+            reason = f"the least is {need} a device on {nearest.sharding.mesh}"
         raise InputError(
             f"no mesh of {topology.name} ({size(topology.chip.memory)} a chip) holds it: {reason}; "
             "take more chips, fewer slots or shorter rows"
@@ -66,10 +66,15 @@ def search(
 
 
 def ranking(plans: Sequence[Plan], most: int = 10) -> Table:
-    """The best plans as a table."""
+    """The first plans of a search as a table.
+
+    Args:
+      plans: What `search` returns.
+      most: How many to show.
+    """
     body = [
         (
-            ",".join(f"{name}={n}" for name, n in p.layout.mesh.items()) or "all axes 1",
+            ",".join(f"{name}={n}" for name, n in p.sharding.mesh.items()) or "all axes 1",
             seconds(p.seconds),
             seconds(p.rollout_time.seconds),
             f"{p.updates} × {seconds(p.update_time.seconds)}",

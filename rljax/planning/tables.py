@@ -1,4 +1,4 @@
-"""Tables and numbers for people, as text and as HTML."""
+"""Tables as text and as HTML, and numbers with units."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Table:
     """A titled table.
 
     Attributes:
-      title: What it shows.
+      title: Its title.
       head: The names of its columns.
-      body: Its lines, a cell for each column.
+      body: Its rows, a cell for each column.
     """
 
     title: str
@@ -43,7 +43,7 @@ class Table:
 
 
 class Tables:
-    """What shows itself as tables: as text, and as HTML in a notebook."""
+    """An object that prints as tables: as text, and as HTML in a notebook."""
 
     def tables(self) -> list[Table]:
         """The tables, in order."""

@@ -1,4 +1,4 @@
-"""What a step of training has to do: how many tokens are sampled, scored and trained on."""
+"""The sizes of a training step: how many tokens are sampled, scored and trained on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rljax.models.pipeline import Schedule, schedule
 from rljax.training.update import micro_batches
 
 OBJECTIVE = L.gspo()
-"""What plans train with; others differ in what they keep of each token, not in the model's work."""
+"""The objective of plans. Others keep other per-token fields; the model's work is the same."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Work:
     num_pages: int = 0
     """Pages of the KV cache; 0: enough for all slots at full length."""
     decode_chunk: int = 16
-    """Decode steps between two looks of the host."""
+    """Decode steps per host synchronisation."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -71,31 +71,31 @@ class Work:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps that a rollout batch gives."""
+        """Optimizer steps of a rollout batch."""
         return self.responses // self.mini_batch_size
 
     @property
     def pages(self) -> int:
-        """Pages of the KV cache; without a number of its own as the engine plans them."""
+        """Pages of the KV cache; by default twice as many as fill all slots, as the engine has."""
         return self.num_pages or 2 * -(-self.length // self.page_size) * self.slots
 
     def parts(self, mesh: Mesh | AbstractMesh) -> int:
         """Micro-batches of an optimizer step on a mesh.
 
         Raises:
-          ValueError: The responses do not divide.
+          InputError: The responses do not divide.
         """
         return micro_batches(self.mini_batch_size, meshes.batch_shards(mesh), self.micro_batch_size)
 
     def rows(self, mesh: Mesh | AbstractMesh) -> int:
-        """Responses that a device has of a micro-batch."""
+        """Responses of a micro-batch on each device."""
         return self.mini_batch_size // meshes.batch_shards(mesh) // self.parts(mesh)
 
     def tokens(self, mesh: Mesh | AbstractMesh) -> int:
-        """Tokens that a device has of a micro-batch: a part of each of its rows.
+        """Tokens of a micro-batch on each device; `context` splits its rows.
 
         Raises:
-          ValueError: The rows do not divide.
+          InputError: The rows do not divide.
         """
         context = mesh.shape["context"]
         if self.length % context:
@@ -106,9 +106,9 @@ class Work:
         return self.rows(mesh) * self.length // context
 
     def scored(self, mesh: Mesh | AbstractMesh) -> int:
-        """Tokens of a micro-batch for which a device forms logits.
+        """Tokens of a micro-batch for which a device computes logits.
 
-        The prompts' are spared, unless rows are split along their length.
+        Prompt tokens need none, but are not separated where rows are split along their length.
         """
         if mesh.shape["context"] > 1:
             return self.tokens(mesh)
@@ -117,7 +117,7 @@ class Work:
     def schedules(
         self, mesh: Mesh | AbstractMesh, config: ModelConfig
     ) -> tuple[Schedule | None, ...]:
-        """How each stack of a model runs through the stages of a mesh; None: not at all."""
+        """The pipeline schedule of each stack of layers on a mesh; None: not pipelined."""
         stages, rows = mesh.shape["stage"], self.rows(mesh)
         return tuple(
             schedule(stack.repeats, stages, rows, config.pipeline_repeats, config.pipeline_rows)
@@ -129,7 +129,7 @@ class Work:
 
 @functools.cache
 def abstract_rows(config: ModelConfig, work: Work) -> Rows:
-    """The shapes of an optimizer step's rows, as the loop hands them over."""
+    """The shapes and dtypes of the rows of an optimizer step, as in training."""
 
     def prepare() -> Rows:
         shape = (work.mini_batch_size, work.length)
@@ -152,6 +152,6 @@ def abstract_rows(config: ModelConfig, work: Work) -> Rows:
 
 
 def rows_bytes(config: ModelConfig, work: Work) -> int:
-    """Bytes of an optimizer step's rows on all devices together."""
+    """Bytes of the rows of an optimizer step, of all devices together."""
     leaves = jax.tree.leaves(abstract_rows(config, work))
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)

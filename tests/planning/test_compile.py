@@ -6,7 +6,7 @@ import pytest
 
 from rljax import mesh as meshes
 from rljax import models, planning
-from rljax.planning.compile import Compared, compile_decode, compile_update
+from rljax.planning.compile import Comparison, compile_decode, compile_update
 
 CONFIG = models.decoder(
     vocab_size=512,
@@ -41,22 +41,22 @@ def test_the_train_step_agrees_with_the_estimate():
     plan = planned("v5p:8")
     compiled = compile_update(CONFIG, meshes.make(**SIZES), WORK)
     assert compiled.arguments == pytest.approx(plan.arguments["train"], rel=0.02)
-    # What is donated comes back in place; gradients are not handed in.
-    kept = plan.layout.totals["master weights"] + plan.layout.totals["optimizer moments"]
+    # What is donated comes back in place; gradients are no arguments.
+    kept = plan.sharding.totals["master weights"] + plan.sharding.totals["optimizer moments"]
     assert compiled.aliases == pytest.approx(kept, rel=0.02)
     assert compiled.outputs == pytest.approx(kept, rel=0.02)
-    assert compiled.temporaries > plan.layout.totals["gradients"]
+    assert compiled.temporaries > plan.sharding.totals["gradients"]
     assert compiled.total == compiled.arguments + compiled.temporaries + (
         compiled.outputs - compiled.aliases
     )
     # CPUs gather weights in float32.
     sent = sum(c.bytes for c in compiled.collectives)
-    assert sent > sum(c.bytes for c in plan.layout.collectives)
+    assert sent > sum(c.bytes for c in plan.sharding.collectives)
     assert {"all-gather", "all-reduce"} <= {c.kind for c in compiled.collectives}
     # Of the sum of experts' gradients each device is given its part.
     given = [c for c in compiled.collectives if (c.kind, c.axis) == ("reduce-scatter", "fsdp")]
     assert given and "feed_forward" in given[0].why
-    text = str(Compared(plan, compiled))
+    text = str(Comparison(plan, compiled))
     for part in ("train step: compiled in", "arguments", "largest temporaries", "feed_forward"):
         assert part in text
 
@@ -93,7 +93,7 @@ def test_described_chips():
     assert train.peak > train.arguments
     assert any(c.kind == "reduce-scatter" for c in train.collectives)
     waiting = compile_update(config, mesh, WORK, on_host=True)
-    moments = plan.layout.totals["optimizer moments"]
+    moments = plan.sharding.totals["optimizer moments"]
     assert train.arguments - waiting.arguments == pytest.approx(moments, rel=0.02)
     decode = compile_decode(config, mesh, WORK)
     assert decode.arguments == pytest.approx(plan.arguments["decode"], rel=0.02)

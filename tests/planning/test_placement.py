@@ -22,8 +22,8 @@ CONFIG = models.decoder(
 )
 
 
-def row(layout, name):
-    return next(r for r in layout.rows if r.name == name)
+def row(report, name):
+    return next(r for r in report.rows if r.name == name)
 
 
 @pytest.mark.smoke
@@ -35,7 +35,7 @@ def test_sixteen_bytes_a_parameter_eighteen_with_micro_batches():
         "compute weights": 2,
     }
     assert sum(planning.bytes_per_parameter(parts=2).values()) == 18
-    assert sum(planning.bytes_per_parameter(width=4).values()) == 16
+    assert sum(planning.bytes_per_parameter(itemsize=4).values()) == 16
 
 
 @pytest.mark.smoke
@@ -44,15 +44,15 @@ def test_a_mixture_of_1_6t_takes_25_6_terabytes():
     assert each * 1.6e12 == 25.6e12
     assert round(25.6e12 / 2**40, 3) == 23.283
     assert 25.6e12 / 80e9 == 320
-    layout = meshes.describe(meshes.make_abstract(1), models.PRESETS["mixture-1.6t"]())
-    assert sum(layout.totals.values()) == pytest.approx(25.6e12, rel=0.01)
-    assert sum(layout.totals.values()) == 16 * layout.parameters
+    report = meshes.describe(meshes.make_abstract(1), models.PRESETS["mixture-1.6t"]())
+    assert sum(report.totals.values()) == pytest.approx(25.6e12, rel=0.01)
+    assert sum(report.totals.values()) == 16 * report.parameters
 
 
 def test_a_row_says_where_a_weight_lies():
     mesh = meshes.make_abstract(8, fsdp=2, expert=2, tensor=2)
-    layout = meshes.describe(mesh, CONFIG)
-    gate = row(layout, "stacks/0/0/feed_forward/gate")
+    report = meshes.describe(mesh, CONFIG)
+    gate = row(report, "stacks/0/0/feed_forward/gate")
     assert gate.shape == (2, 4, 16, 12)
     assert gate.axes == ("layers", "experts", "embed", "mlp")
     assert gate.spec == (None, "expert", "fsdp", "tensor")
@@ -64,8 +64,8 @@ def test_a_row_says_where_a_weight_lies():
         "compute weights": 384,
     }
     # A norm is whole everywhere, and in float32 when computed with.
-    norm = row(layout, "stacks/0/0/attention_norm")
-    assert (norm.shard, norm.width) == ((2, 16), 4)
+    norm = row(report, "stacks/0/0/attention_norm")
+    assert (norm.shard, norm.itemsize) == ((2, 16), 4)
     assert norm.bytes() == {
         "master weights": 128,
         "optimizer moments": 256,
@@ -76,13 +76,13 @@ def test_a_row_says_where_a_weight_lies():
 
 def test_totals_add_up_and_the_mesh_may_be_of_devices():
     abstract = meshes.describe(meshes.make_abstract(8, fsdp=4, tensor=2), CONFIG)
-    layout = meshes.describe(meshes.make(fsdp=4, tensor=2), CONFIG)
-    assert layout == abstract
-    whole = sum(math.prod(r.shape) for r in layout.rows)
-    assert layout.parameters == whole == models.count(CONFIG)
-    held = sum(r.held for r in layout.rows)
-    assert layout.totals["master weights"] == 4 * held
-    assert layout.totals["optimizer moments"] == 8 * held
+    report = meshes.describe(meshes.make(fsdp=4, tensor=2), CONFIG)
+    assert report == abstract
+    whole = sum(math.prod(r.shape) for r in report.rows)
+    assert report.parameters == whole == models.count(CONFIG)
+    held = sum(r.shard_size for r in report.rows)
+    assert report.totals["master weights"] == 4 * held
+    assert report.totals["optimizer moments"] == 8 * held
     params = models.init(jax.random.key(0), CONFIG, mesh=meshes.make(fsdp=4, tensor=2))
     device = jax.devices()[3]
     there = sum(
@@ -91,7 +91,7 @@ def test_totals_add_up_and_the_mesh_may_be_of_devices():
         for s in x.addressable_shards
         if s.device == device
     )
-    assert layout.totals["master weights"] == there
+    assert report.totals["master weights"] == there
 
 
 def test_what_a_step_sends():
@@ -100,19 +100,22 @@ def test_what_a_step_sends():
         prompts_per_step=4, num_generations=4, max_prompt_length=16, max_completion_length=16,
         mini_batch_size=16, micro_batch_size=1, slots=8,
     )  # fmt: skip
-    layout = meshes.describe(meshes.make_abstract(16, fsdp=4, expert=2, tensor=2), CONFIG, work)
-    sent = {(c.kind, c.axis): c.bytes for c in layout.collectives}
-    assert layout.parts == 2
-    # The embedding is looked up where it lies. Gradients of experts and of the vocabulary add up
-    # in 4 bytes.
-    split = [r for r in layout.rows if "fsdp" in r.spec and r.name != "embed"]
-    wide = {r.name: 4 if {"experts", "vocab"} & set(r.axes) else r.width for r in layout.rows}
+    report = meshes.describe(meshes.make_abstract(16, fsdp=4, expert=2, tensor=2), CONFIG, work)
+    sent = {(c.kind, c.axis): c.bytes for c in report.collectives}
+    assert report.parts == 2
+    # The embedding is looked up on the devices that hold it. Gradients of experts and of the
+    # vocabulary add up in 4 bytes.
+    split = [r for r in report.rows if "fsdp" in r.spec and r.name != "embed"]
+    wide = {r.name: 4 if {"experts", "vocab"} & set(r.axes) else r.itemsize for r in report.rows}
     assert set(wide.values()) == {2, 4}
-    assert sent["all-gather", "fsdp"] == 2 * 2 * sum(r.held * 4 * r.width for r in split) * 3 // 4
-    gradients = sum(r.held * 4 * wide[r.name] for r in split)
+    assert (
+        sent["all-gather", "fsdp"]
+        == 2 * 2 * sum(r.shard_size * 4 * r.itemsize for r in split) * 3 // 4
+    )
+    gradients = sum(r.shard_size * 4 * wide[r.name] for r in split)
     assert sent["reduce-scatter", "fsdp"] == 2 * gradients * 3 // 4
     for axis, ring in {"fsdp": 2 * 3 / 4, "expert": 2 / 2}.items():
-        whole = sum(r.held * wide[r.name] for r in layout.rows if axis not in r.spec)
+        whole = sum(r.shard_size * wide[r.name] for r in report.rows if axis not in r.spec)
         assert sent["all-reduce", axis] == 2 * ring * whole
     # 2 micro-batches × (forward, backward) × 1 row of 32 tokens × 16 numbers of 2 bytes; a ring
     # over two devices sends each byte once, and one over four three quarters.
@@ -122,12 +125,12 @@ def test_what_a_step_sends():
     assert sent["all-gather", "expert"] == 2 * states
     assert sent["reduce-scatter", "expert"] == 2 * 2 * states
     assert sent["all-reduce", "tensor"] == 5 * states
-    assert all(c.why for c in layout.collectives)
+    assert all(c.why for c in report.collectives)
     # A token may travel to 2 of 4 devices instead, there and back.
     config = dataclasses.replace(CONFIG, expert_dispatch="all_to_all")
-    layout = meshes.describe(meshes.make_abstract(8, expert=4, context=2), config, work)
-    sent = {(c.kind, c.axis): c.bytes for c in layout.collectives}
-    assert layout.parts == 4
+    report = meshes.describe(meshes.make_abstract(8, expert=4, context=2), config, work)
+    sent = {(c.kind, c.axis): c.bytes for c in report.collectives}
+    assert report.parts == 4
     passes = 4 * 2 * 16 * 16 * 2  # as above, of half a row
     assert sent["all-to-all", "expert"] == 2 * 2 * (1 + 2) * passes * 3 // 4
     # 2 layers × keys and values × 2 heads × 4 numbers of 32 tokens.
@@ -138,7 +141,7 @@ def test_what_a_step_sends():
     replicas = meshes.describe(meshes.make_abstract(2, data=2), CONFIG)
     (only,) = replicas.collectives
     assert (only.kind, only.axis) == ("all-reduce", "data")
-    assert only.bytes == sum(r.held * wide[r.name] for r in replicas.rows)
+    assert only.bytes == sum(r.shard_size * wide[r.name] for r in replicas.rows)
 
 
 def test_what_stages_hold_and_send():
@@ -149,22 +152,25 @@ def test_what_stages_hold_and_send():
         prompts_per_step=4, num_generations=2, max_prompt_length=16, max_completion_length=16,
         mini_batch_size=8, micro_batch_size=0, slots=4,
     )  # fmt: skip
-    layout = meshes.describe(meshes.make_abstract(2, stage=2), deep, work)
-    gates = [row(layout, f"stacks/{i}/0/feed_forward/gate") for i in range(2)]
+    report = meshes.describe(meshes.make_abstract(2, stage=2), deep, work)
+    gates = [row(report, f"stacks/{i}/0/feed_forward/gate") for i in range(2)]
     assert [g.spec for g in gates] == [(None, None, "stage", None), ("stage", None, None, None)]
     assert [g.shard for g in gates] == [(5, 4, 8, 12), (1, 4, 16, 12)]
     # Each device has 4 rows, which go on their way one by one: 8 micro-batches.
-    first, second = layout.schedules
+    first, second = report.schedules
     assert (first.layers, first.repeats, first.depth, first.micro_batches) == (4, 1, 2, 8)
     assert (second.layers, second.turns, second.bubble) == (2, 9, 1 / 9)
-    sent = {(c.kind, c.why.split(",")[0].split()[0]): c.bytes for c in layout.collectives}
+    sent = {(c.kind, c.why.split(",")[0].split()[0]): c.bytes for c in report.collectives}
     # Hidden states of a row: 32 tokens × 16 numbers of 2 bytes; both ways, in both stacks.
     assert sent["collective-permute", "hidden"] == 2 * 2 * 9 * 32 * 16 * 2
     assert sent["all-gather", "rows"] == 2 * 4 * 32 * 16 * 2
-    split = [r for r in layout.rows if r.name.startswith("stacks/0") and r.over]
-    assert sent["all-to-all", "layers"] == 2 * 4 * sum(r.held for r in split) * 4 // 5 // 2
-    assert sent["all-gather", "weights"] == 2 * 2 * sum(r.held * r.width for r in split) // 5 // 2
-    assert "Layers as a pipeline" in str(layout) and "11%" in str(layout)
+    split = [r for r in report.rows if r.name.startswith("stacks/0") and r.mesh_axes]
+    assert sent["all-to-all", "layers"] == 2 * 4 * sum(r.shard_size for r in split) * 4 // 5 // 2
+    assert (
+        sent["all-gather", "weights"]
+        == 2 * 2 * sum(r.shard_size * r.itemsize for r in split) // 5 // 2
+    )
+    assert "Layers as a pipeline" in str(report) and "11%" in str(report)
     # Twice round with half the layers each time: waiting is shorter.
     twice = meshes.describe(
         meshes.make_abstract(2, stage=2), dataclasses.replace(deep, pipeline_repeats=2), work
@@ -172,9 +178,9 @@ def test_what_stages_hold_and_send():
     assert twice.schedules[0].bubble == 1 / 17
 
 
-def test_a_layout_shows_itself():
-    layout = meshes.describe(meshes.make_abstract(8, fsdp=4, expert=2), CONFIG)
-    text, page = str(layout), layout._repr_html_()
+def test_a_report_shows_itself():
+    report = meshes.describe(meshes.make_abstract(8, fsdp=4, expert=2), CONFIG)
+    text, page = str(report), report._repr_html_()
     for part in ("stacks/0/0/attention/q", "2×4×16×12", "reduce-scatter", "optimizer moments"):
         assert part in text and part in page
     assert "<table>" in page

@@ -9,6 +9,7 @@ import pytest
 from experiments import plan as command
 from rljax import mesh as meshes
 from rljax import models, planning
+from rljax.errors import MissingDependencyError
 from rljax.planning import memory
 
 CONFIG = models.decoder(
@@ -59,9 +60,9 @@ def test_topologies():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
-def test_without_libtpu_the_way_to_get_it_is_told():
+def test_without_libtpu_the_error_says_how_to_install_it():
     with pytest.raises(
-        ValueError, match=r"libtpu, which is not installed .* install the extra tpu"
+        MissingDependencyError, match=r"libtpu, which is not installed .* install the extra tpu"
     ):
         planning.Topology.parse("v5p:2x2x1").devices()
 
@@ -88,19 +89,21 @@ def test_memory_by_hand():
     assert plan.update["inputs of layers, kept for the backward pass"] == 2 * 32 * 16 * 2
     assert plan.update["attention scores"] == 4 * 4 * 4 * 32 * 32 // 2
     # While sampling, weights are whole on each fsdp shard.
-    sampler = sum(r.held * r.width * (2 if "fsdp" in r.spec else 1) for r in plan.layout.rows)
+    sampler = sum(
+        r.shard_size * r.itemsize * (2 if "fsdp" in r.spec else 1) for r in plan.sharding.rows
+    )
     assert plan.rollout["sampler's weights"] == sampler
-    kept = plan.layout.totals["master weights"] + plan.layout.totals["optimizer moments"]
+    kept = plan.sharding.totals["master weights"] + plan.sharding.totals["optimizer moments"]
     # 11 numbers of 4 bytes and 2 truths of each token, and the 2 experts of 2 layers.
     rows = 8 // 4 * 32 * (4 * 11 + 2 + 2 * 2 * 4)
     assert plan.update["rows of a mini-batch"] == rows
     assert plan.arguments == {"train": kept + rows, "decode": sampler + plan.rollout["KV pool"]}
-    assert plan.beside == {"train": plan.update["KV pool"], "decode": kept}
+    assert plan.resident == {"train": plan.update["KV pool"], "decode": kept}
     # In float32 and without fsdp the sampler uses the trainer's very buffers.
     single = dataclasses.replace(CONFIG, dtype="float32")
     shared = make(config=single, data=8)
     assert shared.rollout["sampler's weights"] == 0
-    assert shared.beside["decode"] == shared.layout.totals["optimizer moments"]
+    assert shared.resident["decode"] == shared.sharding.totals["optimizer moments"]
     assert make(config=single, fsdp=8).rollout["sampler's weights"] > 0
 
 
@@ -122,7 +125,7 @@ def test_moments_on_the_host():
     machine = planning.Topology.parse("v5p:8")
     given = CONFIG, machine, meshes.make_abstract(8, fsdp=8), WORK
     here, there = planning.plan(*given), planning.plan(*given, on_host=True)
-    moments = here.layout.totals["optimizer moments"]
+    moments = here.sharding.totals["optimizer moments"]
     assert (here.on_host, there.on_host) == (0, moments)
     for phase in ("update", "rollout"):
         assert sum(getattr(here, phase).values()) - sum(getattr(there, phase).values()) == moments
@@ -143,7 +146,7 @@ def test_times_by_hand():
     tokens = 64 * 256 / 8
     forward = 2 * weights * tokens + 28 * 4 * tokens * 256 * 3584
     assert plan.update_time.compute == pytest.approx(4 * forward / chip.flops, rel=2e-3)
-    sent = sum(c.bytes for c in plan.layout.collectives)
+    sent = sum(c.bytes for c in plan.sharding.collectives)
     assert plan.update_time.links == sent / chip.link_bandwidth
     # Each of the 255 decode steps reads all weights.
     assert plan.rollout_time.memory > 255 * 2 * weights / chip.memory_bandwidth
@@ -153,7 +156,7 @@ def test_times_by_hand():
 
 def test_deepseek_v3_on_a_thousand_chips():
     plan = make("v5p:8x8x16", DEEPSEEK, planning.Work(), fsdp=64, expert=16)
-    assert round(plan.layout.parameters / 1e9) == 671
+    assert round(plan.sharding.parameters / 1e9) == 671
     # XLA's arguments for this mesh are 10.90 GB.
     assert plan.arguments["train"] == pytest.approx(10.90e9, rel=0.005)
     assert sum(plan.update.values()) < plan.topology.chip.memory
@@ -162,7 +165,7 @@ def test_deepseek_v3_on_a_thousand_chips():
     sizes = {"data": 2, "fsdp": 32, "expert": 8, "tensor": 2}
     wide = make("v5p:8x8x16", DEEPSEEK, planning.Work(), experts=("fsdp", "expert"), **sizes)
     assert wide.fits
-    assert max(wide.beside.values()) < 20e9
+    assert max(wide.resident.values()) < 20e9
 
 
 def test_search_ranks_what_fits():
@@ -172,13 +175,13 @@ def test_search_ranks_what_fits():
     assert all(p.fits for p in plans)
     assert [p.seconds for p in plans] == sorted(p.seconds for p in plans)
     # Nothing that does not divide: 2 KV heads, 4 experts.
-    assert all(p.layout.mesh.get("tensor", 1) <= 2 for p in plans)
-    assert all(p.layout.mesh.get("expert", 1) <= 4 for p in plans)
-    best = plans[0].layout.mesh
+    assert all(p.sharding.mesh.get("tensor", 1) <= 2 for p in plans)
+    assert all(p.sharding.mesh.get("expert", 1) <= 4 for p in plans)
+    best = plans[0].sharding.mesh
     assert ",".join(f"{k}={v}" for k, v in best.items()) in str(planning.ranking(plans))
-    assert any("context" in p.layout.mesh for p in plans)
+    assert any("context" in p.sharding.mesh for p in plans)
     dense = planning.search(models.PRESETS["speed-s"](), machine, WORK)
-    assert all("expert" not in p.layout.mesh for p in dense)
+    assert all("expert" not in p.sharding.mesh for p in dense)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +200,19 @@ def test_search_refuses(config, topology, message):
         planning.search(config, planning.Topology.parse(topology), planning.Work())
 
 
+def test_search_hides_no_fault(monkeypatch):
+    """It skips the meshes that the user's sizes do not divide over, and nothing else."""
+
+    def broken(*_):
+        raise ValueError("a fault of ours")
+
+    monkeypatch.setattr(sys.modules["rljax.planning.search"], "plan", broken)
+    with pytest.raises(ValueError, match=r"^a fault of ours$"):
+        planning.search(CONFIG, planning.Topology.parse("v5p:8"), WORK)
+
+
 def run(monkeypatch, capsys, *flags):
-    # Both are changed by the command, and put back after the test.
+    # The command changes both; monkeypatch restores them after the test.
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
     monkeypatch.setattr(sys, "argv", ["plan", *flags])

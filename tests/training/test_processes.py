@@ -131,9 +131,9 @@ def test_where_one_is_killed_the_others_end_with_one_clear_line(runs):
     assert seconds < 2 * HEARTBEAT
     told = [x for x in err.splitlines() if x.startswith("error: ")]
     assert told == [
-        "error: process 0 of 2 ended in the middle of the run: it failed, was killed, or had no "
-        f"word from another for {HEARTBEAT} s; start all of them again by the same command, to go "
-        "on from the newest checkpoint"
+        "error: process 0 of 2 ended in the middle of the run: it failed, was killed, or did "
+        f"not hear from another process for {HEARTBEAT} s; start all processes again with the same "
+        "command, to continue from the newest checkpoint"
     ]
 
 
@@ -175,7 +175,7 @@ def test_what_they_exchange_and_keep(tmp_path):
         ({"num_processes": 0}, "num_processes=0 must be at least 1"),
         (
             {"coordinator": "host:1", "num_processes": 2, "process_id": 2},
-            "process_id=2 is none of the 2 processes; count from 0 to 1",
+            "process_id=2 must be from 0 to 1, for 2 processes",
         ),
         (
             {"coordinator": "host", "num_processes": 2, "process_id": 0},

@@ -1,4 +1,4 @@
-"""The table of a model on a mesh: shards, bytes per device, what a step communicates."""
+"""How a model is sharded over a mesh: shards, bytes per device, communication of a step."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from rljax import models
 from rljax.models import ModelConfig
 from rljax.models.pipeline import Schedule
 from rljax.planning.communication import Collective, update_collectives
-from rljax.planning.placement import KINDS, Placed, place
+from rljax.planning.placement import KINDS, ShardedParameter, shard_parameters
 from rljax.planning.tables import Table, Tables, count, size
 from rljax.planning.work import Work
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Layout(Tables):
-    """How a model lies on a mesh; shows itself as text, and as HTML in a notebook.
+class ShardingReport(Tables):
+    """How a model is sharded over a mesh; prints as tables, as HTML in a notebook.
 
     Attributes:
       mesh: Sizes of the mesh axes that are not 1.
       parameters: Number of parameters.
-      active: Those that take part in one token.
+      active: Number of parameters that one token uses.
       rows: Every parameter.
       parts: Micro-batches of an optimizer step.
-      schedules: For each stack how it runs through the stages of the mesh; None: not at all.
-      collectives: What each optimizer step communicates.
+      schedules: The pipeline schedule of each stack of layers; None: not pipelined.
+      collectives: The communication of an optimizer step.
     """
 
     mesh: dict[str, int]
     parameters: int
     active: int
-    rows: tuple[Placed, ...]
+    rows: tuple[ShardedParameter, ...]
     parts: int
     schedules: tuple[Schedule | None, ...]
     collectives: tuple[Collective, ...]
@@ -66,7 +66,7 @@ class Layout(Tables):
                 ],
             ),
             Table(
-                "Held by each device for training",
+                "Kept by each device for training",
                 ("kind", "bytes"),
                 [*((k, size(n)) for k, n in total.items()), ("all", size(sum(total.values())))],
             ),
@@ -104,23 +104,26 @@ def describe(
     config: ModelConfig,
     work: Work | None = None,
     rules: meshes.Rules = meshes.TRAIN_RULES,
-) -> Layout:
-    """How a model lies on a mesh while training; nothing is allocated.
+) -> ShardingReport:
+    """How a model is sharded over a mesh while training; nothing is allocated.
 
     Args:
       mesh: A mesh with the axes of `rljax.mesh.AXES`; it may be abstract.
       config: The model.
-      work: The sizes of a step; by default one response for each part of the batch.
-      rules: Logical axis -> mesh axis.
+      work: The sizes of a step; by default one response for each shard of the batch.
+      rules: Logical axis -> mesh axes.
+
+    Returns:
+      Tables of parameters, bytes and collectives.
 
     Raises:
-      ValueError: A parameter or the batch does not divide over the mesh.
+      InputError: A parameter or the batch does not divide over the mesh.
     """
     if work is None:
         n = meshes.batch_shards(mesh)
         work = Work(prompts_per_step=n, num_generations=1, mini_batch_size=n, slots=n)
-    rows = place(mesh, config, rules)
-    return Layout(
+    rows = shard_parameters(mesh, config, rules)
+    return ShardingReport(
         mesh={name: n for name, n in mesh.shape.items() if n > 1},
         parameters=models.count(config),
         active=models.count_active(config),

@@ -1,4 +1,4 @@
-"""Pictures of how weights lie on a mesh."""
+"""Pictures of how weights are sharded over a mesh."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jax.sharding import AbstractMesh, Mesh
 from rljax import mesh as meshes
 from rljax.errors import InputError
 from rljax.models import ModelConfig
-from rljax.planning.placement import Placed, place
+from rljax.planning.placement import ShardedParameter, shard_parameters
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MOST_LABELS = 64  # cells; with more of them nothing could be read
+_MOST_LABELS = 64  # cells; the numbers of more could not be read
 
 
-def draw(
+def draw_shards(
     mesh: Mesh | AbstractMesh,
     config: ModelConfig,
     parameter: str,
@@ -28,21 +28,22 @@ def draw(
 ) -> Figure:
     """The device grid beside a weight, both in the colours of the weight's shards.
 
-    Devices of one colour hold the same numbers. The grid's columns are the last mesh axis that is
-    not 1, its lines all others; the weight's first split dimension goes down, the others across.
+    Devices of one colour hold the same shard. The columns of the grid are the last mesh axis of
+    more than one device, its rows all other axes. The weight's first split dimension runs down, the
+    others across.
 
     Args:
       mesh: The mesh; it may be abstract.
       config: The model.
       parameter: Its name, or the end of it, such as `feed_forward/gate`; the first that matches.
-      rules: Logical axis -> mesh axis.
+      rules: Logical axis -> mesh axes.
 
     Raises:
-      ValueError: The model has no such parameter, or it does not divide over the mesh.
+      InputError: The model has no such parameter, or it does not divide over the mesh.
     """
     import matplotlib.pyplot as plt
 
-    placed = place(mesh, config, rules)
+    placed = shard_parameters(mesh, config, rules)
     weight = next((p for p in placed if p.name.endswith(parameter)), None)
     if weight is None:
         names = ", ".join(p.name for p in placed)
@@ -70,22 +71,24 @@ def draw(
     return figure
 
 
-def _dimension(weight: Placed, d: int) -> str:
+def _dimension(weight: ShardedParameter, d: int) -> str:
     axes = "×".join(meshes.axes_of(weight.spec[d : d + 1]))
     over = f" over {axes}" if axes else ""
     return f"{weight.axes[d] or 'dimension'} {weight.shape[d]}{over}"
 
 
-def _shard_numbers(mesh: Mesh | AbstractMesh, weight: Placed, used: list[str]) -> np.ndarray:
+def _shard_numbers(
+    mesh: Mesh | AbstractMesh, weight: ShardedParameter, used: list[str]
+) -> np.ndarray:
     """Which shard each device holds, as a grid of devices."""
-    split = weight.over
+    split = weight.mesh_axes
     sizes = [mesh.shape[axis] for axis in used]
     found = [
         sum(
-            place[used.index(axis)] * math.prod(mesh.shape[a] for a in split[i + 1 :])
+            index[used.index(axis)] * math.prod(mesh.shape[a] for a in split[i + 1 :])
             for i, axis in enumerate(split)
         )
-        for place in itertools.product(*(range(n) for n in sizes))
+        for index in itertools.product(*(range(n) for n in sizes))
     ]
     return np.asarray(found).reshape(-1, sizes[-1])
 
