@@ -14,8 +14,8 @@ from rljax.models.config import (
     decoder,
 )
 from rljax.models.critic import abstract_critic, init_critic, token_values
-from rljax.models.experts import RouterOutputs
-from rljax.models.forward import hidden_states, logits, score_tokens, token_logprobs
+from rljax.models.forward import hidden_states
+from rljax.models.logprobs import Inputs, logits, score_tokens, token_logprobs
 from rljax.models.lora import (
     Lora,
     abstract_adapters,
@@ -23,6 +23,7 @@ from rljax.models.lora import (
     init_adapters,
     merge_adapters,
 )
+from rljax.models.mixture import RouterInputs, RouterOutputs
 from rljax.models.parameters import (
     Params,
     abstract,
@@ -45,11 +46,13 @@ __all__ = [
     "Block",
     "Dense",
     "Experts",
+    "Inputs",
     "LatentAttention",
     "Lora",
     "ModelConfig",
     "Params",
     "RopeScaling",
+    "RouterInputs",
     "RouterOutputs",
     "Stack",
     "Yarn",

@@ -156,15 +156,17 @@ def make_score(
         logp, entropy, router = models.score_tokens(
             params,
             config,
-            batch.tokens,
-            batch.positions,
-            batch.segments,
+            models.Inputs(
+                batch.tokens,
+                batch.positions,
+                batch.segments,
+                prefix,
+                batch.routing if replay else None,
+                batch.support,
+            ),
             temperature=temperature,
-            routing=batch.routing if replay else None,
             score_mask=batch.mask,
             max_scored_tokens=most,
-            prefix=prefix,
-            support=batch.support,
         )
         sums = _sums(router, None if replay else batch.routing, batch.segments > 0)
         chosen = None if router is None else router.experts
@@ -273,18 +275,20 @@ def make_update(
         logp, entropy, router = models.score_tokens(
             params,
             config,
-            rows.tokens,
-            rows.positions,
-            rows.segments,
+            models.Inputs(
+                rows.tokens,
+                rows.positions,
+                rows.segments,
+                rows.prefix,
+                rows.routing if replay else None,
+                rows.support,
+            ),
             temperature=temperature,
-            routing=rows.routing if replay else None,
             score_mask=rows.mask,
             max_scored_tokens=min(
                 max_scored_tokens * max(rows.max_segments - 1, 1), rows.tokens.shape[1]
             ),
-            prefix=rows.prefix,
             load=load,
-            support=rows.support,
         )
         values = None
         if critic is not None:

@@ -206,7 +206,7 @@ def test_circular_repeats_equal_one_device():
     def loss(params, rows):
         tokens, positions, segments, routing, given = rows
         logp, entropy, router = models.score_tokens(
-            params, config, tokens, positions, segments, routing=routing, load=load
+            params, config, models.Inputs(tokens, positions, segments, routing=routing), load=load
         )
         value = given[:, 0] * logp + given[:, 1] * router.auxiliary
         return jnp.sum(value), (entropy, router)
