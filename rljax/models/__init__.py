@@ -9,11 +9,13 @@ from rljax.models.config import (
     LatentAttention,
     ModelConfig,
     RopeScaling,
+    Router,
     Stack,
     Yarn,
     decoder,
 )
 from rljax.models.critic import abstract_critic, init_critic, token_values
+from rljax.models.files.pretrained import from_pretrained, save_pretrained
 from rljax.models.forward import hidden_states
 from rljax.models.logprobs import Inputs, logits, score_tokens, token_logprobs
 from rljax.models.lora import (
@@ -38,7 +40,6 @@ from rljax.models.parameters import (
     shardings,
 )
 from rljax.models.presets import PRESETS
-from rljax.models.pretrained import from_pretrained, save_pretrained
 
 __all__ = [
     "PRESETS",
@@ -52,6 +53,7 @@ __all__ = [
     "ModelConfig",
     "Params",
     "RopeScaling",
+    "Router",
     "RouterInputs",
     "RouterOutputs",
     "Stack",

@@ -104,34 +104,34 @@ def route(
     )
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)
-    if config.scoring == "sigmoid":
+    if config.router.scoring == "sigmoid":
         scores = jax.nn.sigmoid(logits)
         probs = scores / (scores.sum(-1, keepdims=True) + _TINY)
     else:
         probs = scores = jax.nn.softmax(logits, axis=-1)
     own = _choose(scores, config, correction)
     used = own if replay is None else jnp.where(replay >= 0, replay, own)
-    if config.norm_topk_prob:
+    if config.router.norm_topk_prob:
         # In logarithms, so that replayed experts whose scores have underflowed make no 0/0.
         z = jnp.take_along_axis(logits, used, axis=-1)
-        if config.scoring == "sigmoid":
+        if config.router.scoring == "sigmoid":
             floor = jnp.full_like(z[:, :1], math.log(_TINY))
             z = jnp.concatenate([jax.nn.log_sigmoid(z), floor], axis=-1)
         weights = jax.nn.softmax(z, axis=-1)[:, : config.top_k]
     else:
         weights = jnp.take_along_axis(scores, used, axis=-1)
-    return probs, own, used, weights if config.scale == 1 else weights * config.scale
+    return probs, own, used, weights if config.router.scale == 1 else weights * config.router.scale
 
 
 def _choose(scores: Array, config: Experts, correction: Array | None) -> Array:
     """The k experts of highest corrected score, in the groups whose two best add up to most."""
     if correction is not None:
         scores = scores + correction.astype(jnp.float32)
-    if config.top_groups < config.groups:
-        grouped = scores.reshape(scores.shape[0], config.groups, -1)
+    if config.router.top_groups < config.router.groups:
+        grouped = scores.reshape(scores.shape[0], config.router.groups, -1)
         value = jax.lax.top_k(grouped, 2)[0].sum(-1)
-        best = jax.lax.top_k(value, config.top_groups)[1]
-        kept = (best[:, :, None] == jnp.arange(config.groups)).any(1)
+        best = jax.lax.top_k(value, config.router.top_groups)[1]
+        kept = (best[:, :, None] == jnp.arange(config.router.groups)).any(1)
         scores = jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
     return jax.lax.top_k(scores, config.top_k)[1]
 

@@ -67,7 +67,7 @@ def test_the_model_reports_it_for_every_token_with_its_gradient(random_params):
 
 def test_biases_move_towards_an_even_load():
     attention = models.Attention(num_heads=1, num_kv_heads=1, head_dim=2)
-    mixture = models.Experts(3, 1, 4, scoring="sigmoid", correction_bias=True)
+    mixture = models.Experts(3, 1, 4, models.Router(scoring="sigmoid", correction_bias=True))
     plain = models.Experts(4, 1, 4)
     stacks = (
         models.Stack((models.Block(attention, models.Dense(4)),), 1),

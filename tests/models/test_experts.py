@@ -1,6 +1,5 @@
 """The mixture layer against a loop over experts, whichever way it is computed."""
 
-import dataclasses
 import functools
 import math
 
@@ -13,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from rljax_kernels import grouped_matmul as gmm
 
 from rljax import mesh as meshes
-from rljax.models import Experts, experts, mixture
+from rljax.models import Experts, Router, experts, mixture
 
 N, D, F, E, K = 96, 8, 6, 8, 2
 
@@ -253,7 +252,7 @@ def test_router():
     p = np.exp(z) / np.exp(z).sum(1, keepdims=True)
     best = np.argsort(-p, axis=1)[:, :K]
     for norm in (True, False):
-        probs, own, used, weights = mixture.route(router, x, Experts(E, K, F, norm))
+        probs, own, used, weights = mixture.route(router, x, Experts(E, K, F, Router(norm)))
         np.testing.assert_allclose(probs, p, atol=1e-6)
         assert np.array_equal(own, best) and np.array_equal(used, best)
         want = np.take_along_axis(p, best, 1)
@@ -279,7 +278,7 @@ def test_replayed_experts_use_live_probabilities():
     x = jnp.asarray(rng.normal(size=(N, D)), jnp.float32)
     router = jnp.asarray(rng.normal(size=(D, E)), jnp.float32)
     replay = jnp.asarray(rng.integers(0, E, (N, K)), jnp.int32).at[::2].set(-1)
-    probs, own, used, weights = mixture.route(router, x, Experts(E, K, F, False), replay)
+    probs, own, used, weights = mixture.route(router, x, Experts(E, K, F, Router(False)), replay)
     assert np.array_equal(used[::2], own[::2]) and np.array_equal(used[1::2], replay[1::2])
     np.testing.assert_allclose(weights, np.take_along_axis(np.asarray(probs), used, 1), atol=1e-7)
 
@@ -299,14 +298,17 @@ def test_sigmoid_router_by_hand():
         np.testing.assert_allclose(got[0], weights, rtol=1e-5)
         return own[0].tolist()
 
-    plain = Experts(8, 3, 4, scoring="sigmoid")
+    def mixture_of(**router):
+        return Experts(8, 3, 4, Router(scoring="sigmoid", **router))
+
+    plain = mixture_of()
     check(plain, [2, 0, 5], np.array([0.8, 0.75, 0.7]) / 2.25)
-    check(dataclasses.replace(plain, norm_topk_prob=False, scale=2.0), [2, 0, 5], [1.6, 1.5, 1.4])
+    check(mixture_of(norm_topk_prob=False, scale=2.0), [2, 0, 5], [1.6, 1.5, 1.4])
     # Groups of two are worth 1.25, 0.9, 1.3 and 0.45: expert 2, the best of all, is left behind.
-    grouped = dataclasses.replace(plain, groups=4, top_groups=2, scale=2.5)
+    grouped = mixture_of(groups=4, top_groups=2, scale=2.5)
     check(grouped, [0, 5, 4], 2.5 * np.array([0.75, 0.7, 0.6]) / 2.05)
     # Groups of four are worth their two best, 1.55 and 1.45, not their sums, 2.15 and 2.75.
-    halves = dataclasses.replace(plain, groups=2)
+    halves = mixture_of(groups=2)
     check(halves, [2, 0, 1], np.array([0.8, 0.75, 0.5]) / 2.05, [0, 0, 0, 0, 0, 0, 0.5, 0.5])
     # A correction chooses, among groups and experts, and leaves the weights alone.
     lifted = [0, 0, 0, 0, 0, 0, 1, 0]
@@ -320,7 +322,7 @@ def test_a_correction_has_no_gradient_and_routers_do():
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(N, D)), jnp.float32)
     router = jnp.asarray(rng.normal(size=(D, E)), jnp.float32)
-    config = Experts(E, K, F, scoring="sigmoid", correction_bias=True)
+    config = Experts(E, K, F, Router(scoring="sigmoid", correction_bias=True))
 
     def loss(router, correction, replay=None):
         weights = mixture.route(router, x, config, replay, None, correction)[3]

@@ -52,7 +52,7 @@ RICH_EXPERTS = models.Experts(
     num_experts=16,
     top_k=2,
     intermediate_size=8,
-    router_bias=True,
+    router=models.Router(bias=True),
     bias=True,
     activation="clamped",
     shared_size=12,
@@ -77,11 +77,9 @@ LATENT_EXPERTS = models.Experts(
     num_experts=16,
     top_k=2,
     intermediate_size=8,
-    scoring="sigmoid",
-    groups=4,
-    top_groups=2,
-    scale=2.5,
-    correction_bias=True,
+    router=models.Router(
+        scoring="sigmoid", groups=4, top_groups=2, scale=2.5, correction_bias=True
+    ),
     shared_size=8,
 )
 LATENT = models.ModelConfig(

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from rljax import models
-from rljax.models import families, weights
+from rljax.models import families
+from rljax.models.files import weights
 from rljax.models.rope import rope_frequencies
 
 sys.path.insert(0, str(Path(__file__).parent))
