@@ -9,13 +9,15 @@ from rljax.models.config import (
     LatentAttention,
     ModelConfig,
     RopeScaling,
+    Router,
     Stack,
     Yarn,
     decoder,
 )
 from rljax.models.critic import abstract_critic, init_critic, token_values
-from rljax.models.experts import RouterOutputs
-from rljax.models.forward import hidden_states, logits, score_tokens, token_logprobs
+from rljax.models.files.pretrained import from_pretrained, save_pretrained
+from rljax.models.forward import hidden_states
+from rljax.models.logprobs import Inputs, logits, score_tokens, token_logprobs
 from rljax.models.lora import (
     Lora,
     abstract_adapters,
@@ -23,6 +25,7 @@ from rljax.models.lora import (
     init_adapters,
     merge_adapters,
 )
+from rljax.models.mixture import RouterInputs, RouterOutputs
 from rljax.models.parameters import (
     Params,
     abstract,
@@ -37,7 +40,6 @@ from rljax.models.parameters import (
     shardings,
 )
 from rljax.models.presets import PRESETS
-from rljax.models.pretrained import from_pretrained, save_pretrained
 
 __all__ = [
     "PRESETS",
@@ -45,11 +47,14 @@ __all__ = [
     "Block",
     "Dense",
     "Experts",
+    "Inputs",
     "LatentAttention",
     "Lora",
     "ModelConfig",
     "Params",
     "RopeScaling",
+    "Router",
+    "RouterInputs",
     "RouterOutputs",
     "Stack",
     "Yarn",

@@ -65,7 +65,7 @@ def move_corrections(
             if isinstance(c, Experts):
                 assert loads is not None
                 given = next(loads)[:, : c.num_experts]
-                if c.correction_bias:
+                if c.router.correction_bias:
                     ffn = layer["feed_forward"]
                     step = rate * jnp.sign(given.mean(1, keepdims=True) - given)
                     new = ffn["correction"] + step.astype(ffn["correction"].dtype)

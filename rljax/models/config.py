@@ -145,25 +145,42 @@ class Dense:
 
 
 @dataclasses.dataclass(frozen=True)
-class Experts:
-    """Mixture of SwiGLU experts behind a top-k router in float32.
+class Router:
+    """How a mixture's router, a matrix in float32, scores and chooses experts.
 
     Attributes:
-      num_experts: Experts E.
-      top_k: Experts chosen for each token.
-      intermediate_size: Inner size of one expert.
       norm_topk_prob: Whether the chosen scores are divided by their sum.
       scoring: What makes scores of the router's logits: a softmax over the experts, or a sigmoid
         of each (DeepSeek-V3, 2024, arXiv:2412.19437, section 2.1.2).
-      groups: Into how many groups of neighbours the experts fall.
+      groups: Number of groups of neighbouring experts.
       top_groups: How many groups a token may choose from: those whose two best experts add up to
         most.
       scale: Multiplies the weights of the chosen experts.
       correction_bias: Whether each expert has a number that is added to its score when experts
         are chosen and nowhere else; no gradient moves it, the experts' load does.
-      router_bias: Whether the router's logits have a learned bias (gpt-oss).
+      bias: Whether the logits have a learned bias (gpt-oss).
+    """
+
+    norm_topk_prob: bool = True
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    correction_bias: bool = False
+    bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Mixture of SwiGLU experts behind a top-k router.
+
+    Attributes:
+      num_experts: Experts E.
+      top_k: Experts chosen for each token.
+      intermediate_size: Inner size of one expert.
+      router: How they are chosen.
       bias: Whether the matrices inside the experts have biases (gpt-oss).
-      activation: What stands between them: SwiGLU (`silu`), or the one of gpt-oss, which clamps
+      activation: The experts' activation: SwiGLU (`silu`), or the one of gpt-oss, which clamps
         both its inputs (`clamped`).
       shared_size: Inner size of a SwiGLU expert that every token passes; 0: there is none.
       shared_gated: Whether each token weighs the shared expert by a sigmoid (Qwen2-MoE).
@@ -172,13 +189,7 @@ class Experts:
     num_experts: int
     top_k: int
     intermediate_size: int
-    norm_topk_prob: bool = True
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    groups: int = 1
-    top_groups: int = 1
-    scale: float = 1.0
-    correction_bias: bool = False
-    router_bias: bool = False
+    router: Router = Router()
     bias: bool = False
     activation: Literal["silu", "clamped"] = "silu"
     shared_size: int = 0
@@ -191,15 +202,16 @@ class Experts:
             raise InputError(
                 f"top_k={self.top_k} must lie between 1 and num_experts={self.num_experts}"
             )
-        size, rest = divmod(self.num_experts, self.groups)
-        if rest or size < 2 <= self.groups:
+        groups, top_groups = self.router.groups, self.router.top_groups
+        size, rest = divmod(self.num_experts, groups)
+        if rest or size < 2 <= groups:
             raise InputError(
-                f"groups={self.groups} must cut num_experts={self.num_experts} into equal groups "
+                f"groups={groups} must cut num_experts={self.num_experts} into equal groups "
                 "of two or more"
             )
-        if not self.top_k <= self.top_groups * size <= self.num_experts:
+        if not self.top_k <= top_groups * size <= self.num_experts:
             raise InputError(
-                f"top_groups={self.top_groups} of {self.groups} groups of {size} must hold "
+                f"top_groups={top_groups} of {groups} groups of {size} must hold "
                 f"top_k={self.top_k} experts, and be no more than there are"
             )
 
@@ -344,7 +356,7 @@ def decoder(
         rope_scaling=rope_scaling,
     )
     feed_forward = (
-        Experts(num_experts, top_k, intermediate_size, norm_topk_prob)
+        Experts(num_experts, top_k, intermediate_size, Router(norm_topk_prob))
         if num_experts
         else Dense(intermediate_size)
     )

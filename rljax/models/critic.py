@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -12,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from rljax import mesh as meshes
 from rljax import processes
 from rljax.models.config import ModelConfig
-from rljax.models.forward import states_before
+from rljax.models.logprobs import Inputs, states_before
 from rljax.models.parameters import Params, abstract
 
 
@@ -53,7 +51,7 @@ def token_values(
     segments: Int[Array, "B T"] | None = None,
     *,
     prefix: Int[Array, "B T"] | None = None,
-    routing: Any = None,
+    routing: Int[Array, "B T layers k"] | None = None,
 ) -> Float[Array, "B T"]:
     """The critic's value before each token.
 
@@ -70,8 +68,7 @@ def token_values(
       float32 [B, T]; entry t is the value of the state in which the token at t was chosen, 0 for
       the first of a sequence.
     """
-    before, follows, _ = states_before(
-        critic["model"], config, tokens, positions, segments, prefix=prefix, routing=routing
-    )
+    inputs = Inputs(tokens, positions, segments, prefix, routing)
+    before, follows, _ = states_before(critic["model"], config, inputs)
     values = jnp.einsum("btd,d->bt", before.astype(jnp.float32), critic["value"])
     return jnp.where(follows, values, 0.0)

@@ -1,112 +1,24 @@
-"""The mixture-of-experts layer: router, dropless dispatch, combination, load."""
+"""Experts: dropless products of rows sorted by expert, on one device or dispatched over several."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 from rljax_kernels import grouped_matmul as gmm
 
 from rljax.mesh import gather, varies, vary_alike, vary_over
-from rljax.models.config import Experts
 
-Exchange = Literal["all_gather", "all_to_all"]
-
-
-@struct.dataclass
-class RouterOutputs:
-    """What the routers of all mixture layers did; sums, so that micro-batches add.
-
-    Attributes:
-      experts: int32 [B, T, layers, k], the experts used at each token, in layer order.
-      load: float32 [layers, E], tokens that each expert was given (padding not counted).
-      entropy: float32 [layers], sum over tokens of the router distribution's entropy, nats.
-      flips: float32 [layers], tokens whose own top-k set differs from the replayed one.
-      tokens: float32 scalar, tokens counted.
-      auxiliary: float32 [B, T], each token's load-balancing loss, a mean over the layers, with its
-        gradient; None unless the load was given.
-    """
-
-    experts: Int[Array, "B T layers k"]
-    load: Float[Array, "layers E"]
-    entropy: Float[Array, " layers"]
-    flips: Float[Array, " layers"]
-    tokens: Float[Array, ""]
-    auxiliary: Float[Array, "B T"] | None = None
-
+Dispatch = Literal["all_gather", "all_to_all"]
 
 CLAMP = 7.0
 """Where gpt-oss clamps its experts' gates (from above) and what they gate (on both sides)."""
 GAIN = 1.702
 """The factor inside the sigmoid of gpt-oss's experts."""
-_TINY = 1e-20  # added to the sum that sigmoids are divided by, as in DeepSeek-V3
-
-
-def route(
-    router: Float[Array, "D E"],
-    x: Float[Array, "N D"],
-    config: Experts,
-    replay: Int[Array, "N k"] | None = None,
-    bias: Float[Array, " E"] | None = None,
-    correction: Float[Array, " E"] | None = None,
-) -> tuple[Float[Array, "N E"], Int[Array, "N k"], Int[Array, "N k"], Float[Array, "N k"]]:
-    """Scores of all experts in float32, then the top k.
-
-    Args:
-      router: The router's matrix.
-      x: Normalised hidden states.
-      config: The mixture.
-      replay: Experts to use instead of the router's own choice, -1 where unset. Their weights
-        are the live scores gathered at these indices, so that the router learns.
-      bias: Added to the router's logits.
-      correction: Added to the scores by which experts are chosen, and to no weight.
-
-    Returns:
-      Probabilities (sigmoid scores divided by the sum over all experts), the router's own choice,
-      the experts used, and the weights of those.
-    """
-    # Named precision: float32 matmuls run in bfloat16 passes on TPU and may use TF32 on GPU.
-    logits = jnp.matmul(
-        x.astype(jnp.float32), router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
-    )
-    if bias is not None:
-        logits = logits + bias.astype(jnp.float32)
-    if config.scoring == "sigmoid":
-        scores = jax.nn.sigmoid(logits)
-        probs = scores / (scores.sum(-1, keepdims=True) + _TINY)
-    else:
-        probs = scores = jax.nn.softmax(logits, axis=-1)
-    own = _choose(scores, config, correction)
-    used = own if replay is None else jnp.where(replay >= 0, replay, own)
-    if config.norm_topk_prob:
-        # In logarithms, so that replayed experts whose scores have underflowed make no 0/0.
-        z = jnp.take_along_axis(logits, used, axis=-1)
-        if config.scoring == "sigmoid":
-            floor = jnp.full_like(z[:, :1], math.log(_TINY))
-            z = jnp.concatenate([jax.nn.log_sigmoid(z), floor], axis=-1)
-        weights = jax.nn.softmax(z, axis=-1)[:, : config.top_k]
-    else:
-        weights = jnp.take_along_axis(scores, used, axis=-1)
-    return probs, own, used, weights if config.scale == 1 else weights * config.scale
-
-
-def _choose(scores: Array, config: Experts, correction: Array | None) -> Array:
-    """The k experts of highest corrected score, in the groups whose two best add up to most."""
-    if correction is not None:
-        scores = scores + correction.astype(jnp.float32)
-    if config.top_groups < config.groups:
-        grouped = scores.reshape(scores.shape[0], config.groups, -1)
-        value = jax.lax.top_k(grouped, 2)[0].sum(-1)
-        best = jax.lax.top_k(value, config.top_groups)[1]
-        kept = (best[:, :, None] == jnp.arange(config.groups)).any(1)
-        scores = jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
-    return jax.lax.top_k(scores, config.top_k)[1]
 
 
 def experts(
@@ -129,7 +41,7 @@ def experts(
       chosen: Experts of each token, none of them twice; those not below E add nothing.
       weights: Their weights, float32.
       activation: As in `Experts`.
-      devices: Over how many devices all experts are spread, of which these are one's.
+      devices: Over how many devices all experts are split, of which these are one's.
       backend: As for `grouped_matmul`.
     """
     n, k = chosen.shape
@@ -148,8 +60,8 @@ def experts(
     places = laid.places(flat[order], sizes)
     source = jnp.full((laid.rows,), n * k, jnp.int32).at[places].set(order, mode="drop")
     place = jnp.zeros((n * k,), jnp.int32).at[order].set(places)
-    spread = _gather_rows(x, source // k, place.reshape(n, k))
-    out = run(spread, group_sizes=sizes)
+    copies = _gather_rows(x, source // k, place.reshape(n, k))
+    out = run(copies, group_sizes=sizes)
     return _weighed(_pick_rows(out, place, source).reshape(n, k, -1), weights, x.dtype)
 
 
@@ -162,9 +74,9 @@ def parallel_experts(
     x: Float[Array, "N D"],
     chosen: Int[Array, "N k"],
     weights: Float[Array, "N k"],
-    spread: tuple[str, ...],
+    expert_axes: tuple[str, ...],
     activation: Literal["silu", "clamped"] = "silu",
-    exchange: Exchange | None = None,
+    dispatch: Dispatch | None = None,
     backend: gmm.Backend | None = None,
 ) -> Float[Array, "N D"]:
     """`experts` inside `shard_map`, where devices hold different experts, or slices of them.
@@ -178,20 +90,21 @@ def parallel_experts(
       x: This device's tokens.
       chosen: Their experts, numbered over all devices.
       weights: As for `experts`.
-      spread: The mesh axes along which devices have different experts.
+      expert_axes: The mesh axes along which devices have different experts.
       activation: As for `experts`.
-      exchange: How tokens meet experts of other devices, with equal results. `all_gather` shows all
-        tokens to all devices and adds up what each has to say. `all_to_all` sends a token to the
-        devices that have one of its experts, and back. None: the one that moves less.
+      dispatch: How tokens meet experts of other devices, with equal results. `all_gather` gathers
+        all tokens on all devices and adds up their experts' outputs. `all_to_all` sends a token to
+        the devices that have one of its experts, and their outputs back. None: the one that moves
+        less.
       backend: As for `experts`.
     """
     (n, k), here = chosen.shape, params["gate"].shape[0]
     sliced = "tensor" in vary_over(params["gate"])
-    devices = jax.lax.axis_size(spread) if spread else 1
+    devices = jax.lax.axis_size(expert_axes) if expert_axes else 1
     # Along the others of them, all devices have the same tokens.
-    shown = tuple(axis for axis in spread if varies(x, axis))
-    first = jax.lax.axis_index(spread) * here if spread else 0
-    exchange = exchange or cheaper_dispatch(n, k, devices, _ragged_exchange())
+    gathered = tuple(axis for axis in expert_axes if varies(x, axis))
+    first = jax.lax.axis_index(expert_axes) * here if expert_axes else 0
+    dispatch = dispatch or cheaper_dispatch(n, k, devices, _ragged_dispatch())
     if sliced and "down_bias" in params:  # the sum over slices is to hold it once
         params, once = vary_alike((params, jax.lax.axis_index("tensor") == 0))
         params["down_bias"] = jnp.where(once, params["down_bias"], 0)
@@ -204,18 +117,18 @@ def parallel_experts(
         out = experts(mine, x, local, weights, activation, devices, backend)
         return out.astype(jnp.float32)
 
-    if exchange == "all_to_all" and spread and shown == spread:
-        out = _sent_around(compute, x, chosen, weights, chosen // here, spread)
+    if dispatch == "all_to_all" and expert_axes and gathered == expert_axes:
+        out = _all_to_all(compute, x, chosen, weights, chosen // here, expert_axes)
     else:
-        seen = (gather(a, shown) if shown else a for a in (x, chosen, weights))
-        out = compute(*seen)
-        summed = tuple(axis for axis in spread if axis not in shown)
+        tokens = (gather(a, gathered) if gathered else a for a in (x, chosen, weights))
+        out = compute(*tokens)
+        summed = tuple(axis for axis in expert_axes if axis not in gathered)
         out = jax.lax.psum(out, summed) if summed else out
-        out = jax.lax.psum_scatter(out, shown, tiled=True) if shown else out
+        out = jax.lax.psum_scatter(out, gathered, tiled=True) if gathered else out
     return (jax.lax.psum(out, "tensor") if sliced else out).astype(x.dtype)
 
 
-def cheaper_dispatch(tokens: int, k: int, devices: int, ragged: bool) -> Exchange:
+def cheaper_dispatch(tokens: int, k: int, devices: int, ragged: bool) -> Dispatch:
     """The way by which tokens meet experts of other devices that moves less.
 
     A token goes to k devices at most. Few tokens cost latency, of which gather has less.
@@ -223,20 +136,20 @@ def cheaper_dispatch(tokens: int, k: int, devices: int, ragged: bool) -> Exchang
     Args:
       tokens: Those of one device.
       k: Experts of a token.
-      devices: Over how many devices experts are spread.
+      devices: Over how many devices experts are split.
       ragged: Whether only the rows that there are need to be sent; else all to all sends as much
         as gather.
     """
     return "all_to_all" if ragged and devices > k and tokens >= 256 else "all_gather"
 
 
-def _ragged_exchange() -> bool:
+def _ragged_dispatch() -> bool:
     """Whether only the rows that there are need to be sent; XLA on CPU has no such program."""
     device = jax.sharding.get_abstract_mesh().abstract_device  # described chips may not be at hand
     return device is not None and device.platform != "cpu"
 
 
-def _sent_around(
+def _all_to_all(
     compute: Callable[..., Array],
     x: Array,
     chosen: Array,
@@ -244,9 +157,9 @@ def _sent_around(
     owner: Array,
     axes: tuple[str, ...],
 ) -> Array:
-    """Sends each token to the devices that own one of its experts, and adds up what they answer.
+    """Sends each token to the devices that own one of its experts, and adds up what they return.
 
-    There is room for all tokens on each way, so that none is ever dropped.
+    Each device has a slot for every token of every other one, so that none is ever dropped.
     """
     n, devices = chosen.shape[0], jax.lax.axis_size(axes)
     goes = (owner[None] == jnp.arange(devices)[:, None, None]).any(-1)  # [devices, n]
@@ -276,7 +189,7 @@ def _swap(rows: Array, sent: Array, awaited: Array, axes: tuple[str, ...]) -> Ar
     Block d of the result is what came from device d, `awaited[d]` rows and then zeros.
     """
     devices = sent.shape[0]
-    if not _ragged_exchange():
+    if not _ragged_dispatch():
         return jax.lax.all_to_all(rows, axes, 0, 0, tiled=True)
     n = rows.shape[0] // devices
     starts = jnp.arange(devices, dtype=jnp.int32) * n
@@ -328,7 +241,7 @@ _STAGES = {"silu": (_gate_and_up, _down_silu), "clamped": (_gate_and_up, _down_c
 def _pick_rows(x: Array, index: Array, inverse: Array) -> Array:
     """x[index], where `inverse` says which output row reads each x row.
 
-    An index out of range gives 0; an inverse out of range says that nobody reads the row.
+    An index out of range gives 0; an inverse out of range belongs to a row that is not read.
     """
     return _rows_at(x, index)
 
@@ -352,7 +265,8 @@ _pick_rows.defvjp(_pick_forward, _pick_backward)
 def _gather_rows(x: Array, index: Array, readers: Array) -> Array:
     """x[index], its last row for an index out of range.
 
-    `readers` [N, k] are the output rows that read each x row; out of range: nobody.
+    `readers` [N, k] are the output rows that read each x row; out of
+    range where there are fewer.
     """
     return x.at[index].get(mode="clip")
 

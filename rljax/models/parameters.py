@@ -128,9 +128,9 @@ def _feed_forward(c: Dense | Experts, width: int) -> Params:
         "up": _matrix((e, width, f), ("experts", "embed", "mlp"), width),
         "down": _matrix((e, f, width), ("experts", "mlp", "embed"), f),
     }
-    if c.router_bias:
+    if c.router.bias:
         out["router_bias"] = Parameter((e,), (None,), precise=True)
-    if c.correction_bias:
+    if c.router.correction_bias:
         out["correction"] = Parameter((e,), (None,), precise=True)
     if c.bias:
         out["gate_bias"] = Parameter((e, f), ("experts", "mlp"))

@@ -15,6 +15,7 @@ from rljax.models.config import (
     LatentAttention,
     ModelConfig,
     RopeScaling,
+    Router,
     Stack,
     Yarn,
     decoder,
@@ -180,11 +181,7 @@ def _deepseek_v3(
         num_experts=num_experts,
         top_k=8,
         intermediate_size=size,
-        scoring="sigmoid",
-        groups=8,
-        top_groups=4,
-        scale=2.5,
-        correction_bias=True,
+        router=Router(scoring="sigmoid", groups=8, top_groups=4, scale=2.5, correction_bias=True),
         shared_size=size,
     )
     return ModelConfig(

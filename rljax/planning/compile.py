@@ -25,6 +25,7 @@ from rljax.planning.work import OBJECTIVE, Work, abstract_rows
 from rljax.sampling import Engine
 from rljax.training import state as states
 from rljax.training import update as updates
+from rljax.training.optimizer import make_optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,16 +81,18 @@ def compile_update(
     Raises:
       InputError: It does not fit in a device's memory, or the batch does not divide.
     """
-    optimizer = states.make_optimizer(OptimizerSettings(), updates=1000)
+    optimizer = make_optimizer(OptimizerSettings(), updates=1000)
     update = updates.make_update(
         config,
         OBJECTIVE,
         optimizer,
-        temperature=1.0,
-        max_scored_tokens=work.max_completion_length,
-        parts=work.parts(mesh),
-        replay=config.top_k > 0,
-        on_host=on_host,
+        updates.UpdateOptions(
+            temperature=1.0,
+            max_scored_tokens=work.max_completion_length,
+            parts=work.parts(mesh),
+            replay=config.top_k > 0,
+            on_host=on_host,
+        ),
     )
     state = states.abstract(config, optimizer, OBJECTIVE, mesh, rules=rules, on_host=on_host)
     sharding = meshes.batch_sharding(mesh)

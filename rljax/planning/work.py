@@ -16,7 +16,7 @@ from rljax.batch import Batch, Rows
 from rljax.errors import InputError
 from rljax.models import ModelConfig
 from rljax.models.pipeline import Schedule, schedule
-from rljax.training.update import micro_batches
+from rljax.training.microbatches import count_micro_batches
 
 OBJECTIVE = L.gspo()
 """The objective of plans. Others keep other per-token fields; the model's work is the same."""
@@ -85,7 +85,9 @@ class Work:
         Raises:
           InputError: The responses do not divide.
         """
-        return micro_batches(self.mini_batch_size, meshes.batch_shards(mesh), self.micro_batch_size)
+        return count_micro_batches(
+            self.mini_batch_size, meshes.batch_shards(mesh), self.micro_batch_size
+        )
 
     def rows(self, mesh: Mesh | AbstractMesh) -> int:
         """Responses of a micro-batch on each device."""

@@ -126,7 +126,7 @@ def _check_balance(config: Config, model: ModelConfig) -> None:
             f"router_aux_loss_coef={coef}: the model has no experts to balance; leave it out"
         )
     kinds = [b.feed_forward for b in model.layers]
-    if rate and not any(isinstance(c, models.Experts) and c.correction_bias for c in kinds):
+    if rate and not any(isinstance(c, models.Experts) and c.router.correction_bias for c in kinds):
         raise InputError(
             f"router_bias_update_rate={rate}: the model's routers have no correction bias (that of "
             "deepseek_v3 does); use router_aux_loss_coef"

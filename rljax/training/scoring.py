@@ -104,15 +104,17 @@ def _score_piece(
     logp, entropy, router = models.score_tokens(
         params,
         config,
-        batch.tokens,
-        batch.positions,
-        batch.segments,
+        models.Inputs(
+            batch.tokens,
+            batch.positions,
+            batch.segments,
+            prefix=None if plan is None else plan.prefix,
+            routing=batch.routing if options.replay else None,
+            support=batch.support,
+        ),
         temperature=options.temperature,
-        routing=batch.routing if options.replay else None,
         score_mask=batch.mask,
         max_scored_tokens=most,
-        prefix=None if plan is None else plan.prefix,
-        support=batch.support,
     )
     segments = batch.segments
     assert segments is not None

@@ -192,16 +192,18 @@ class _Update:
         logp, entropy, router = models.score_tokens(
             policy_weights(params, base, options.lora),
             self.config,
-            rows.tokens,
-            rows.positions,
-            rows.segments,
+            models.Inputs(
+                rows.tokens,
+                rows.positions,
+                rows.segments,
+                prefix=rows.prefix,
+                routing=rows.routing if options.replay else None,
+                support=rows.support,
+            ),
             temperature=options.temperature,
-            routing=rows.routing if options.replay else None,
             score_mask=rows.mask,
             max_scored_tokens=min(most, rows.tokens.shape[1]),
-            prefix=rows.prefix,
             load=load,
-            support=rows.support,
         )
         values = None
         if critic is not None:

@@ -6,6 +6,7 @@ import numpy as np
 
 from rljax import models
 from rljax.models import forward
+from rljax.models.attention import full_attention
 from rljax.models.balance import balance_loss
 
 CONFIG = models.decoder(
@@ -39,11 +40,12 @@ def test_its_mean_is_the_auxiliary_loss_of_transformers_over_top_k():
 def test_the_model_reports_it_for_every_token_with_its_gradient(random_params):
     params = random_params(CONFIG)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 16, (2, 6)))
-    positions, segments = forward.places(tokens, None, None)
-    attend = forward.full_attention(positions, segments)
+    positions, segments = models.Inputs(tokens).places()
+    attend = full_attention(positions, segments)
 
     def run(params, load):
-        return forward.hidden_states(params, CONFIG, tokens, positions, attend, load=load)[2]
+        inputs = models.RouterInputs(load=load)
+        return forward.hidden_states(params, CONFIG, tokens, positions, attend, routers=inputs)[2]
 
     @jax.jit
     def both(params):
@@ -65,7 +67,7 @@ def test_the_model_reports_it_for_every_token_with_its_gradient(random_params):
 
 def test_biases_move_towards_an_even_load():
     attention = models.Attention(num_heads=1, num_kv_heads=1, head_dim=2)
-    mixture = models.Experts(3, 1, 4, scoring="sigmoid", correction_bias=True)
+    mixture = models.Experts(3, 1, 4, models.Router(scoring="sigmoid", correction_bias=True))
     plain = models.Experts(4, 1, 4)
     stacks = (
         models.Stack((models.Block(attention, models.Dense(4)),), 1),

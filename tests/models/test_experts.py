@@ -1,6 +1,5 @@
 """The mixture layer against a loop over experts, whichever way it is computed."""
 
-import dataclasses
 import functools
 import math
 
@@ -13,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from rljax_kernels import grouped_matmul as gmm
 
 from rljax import mesh as meshes
-from rljax.models import Experts, experts
+from rljax.models import Experts, Router, experts, mixture
 
 N, D, F, E, K = 96, 8, 6, 8, 2
 
@@ -142,13 +141,16 @@ AXES = {
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def run_parallel(mesh, exchange, way, params, x, weights, chosen, cotangent):
+def run_parallel(mesh, dispatch, way, params, x, weights, chosen, cotangent):
     """As `run`, over a mesh that splits tokens and experts; `way` is the caller's to set."""
     rows = P(("fsdp", "expert"))
 
     def f(params, x, weights):
         local = functools.partial(
-            experts.parallel_experts, spread=("expert",), activation="clamped", exchange=exchange
+            experts.parallel_experts,
+            expert_axes=("expert",),
+            activation="clamped",
+            dispatch=dispatch,
         )
         specs = ({name: AXES[name] for name in params}, rows, rows, rows)
         return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=rows)(
@@ -162,9 +164,9 @@ def run_parallel(mesh, exchange, way, params, x, weights, chosen, cotangent):
 @pytest.mark.parametrize(
     "way", ["room for all", "small blocks", pytest.param("native", marks=pytest.mark.compiler)]
 )
-@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
 @pytest.mark.parametrize("sizes", [{"expert": 4}, {"fsdp": 2, "expert": 2, "tensor": 2}])
-def test_experts_on_other_devices_are_met_without_loss(arrays, lay, sizes, exchange, way):
+def test_experts_on_other_devices_are_met_without_loss(arrays, lay, sizes, dispatch, way):
     lay(way)
     params, x, weights, choices, cotangent = arrays
     params = params["clamped"]
@@ -173,7 +175,7 @@ def test_experts_on_other_devices_are_met_without_loss(arrays, lay, sizes, excha
     norms = []
     for chosen in choices.values():
         given = params, x, weights, chosen, cotangent
-        got, want = run_parallel(mesh, exchange, way, *given), run("loop", *given, "clamped")
+        got, want = run_parallel(mesh, dispatch, way, *given), run("loop", *given, "clamped")
         assert_equal(got, want, chosen)
         norms.append(float(optax.global_norm(got[1]) / optax.global_norm(want[1])))
     np.testing.assert_allclose(norms, 1, rtol=1e-6)
@@ -186,7 +188,7 @@ def test_tokens_are_sent_where_that_moves_less():
     assert experts.cheaper_dispatch(64, K, 8, ragged=True) == "all_gather"
 
 
-def test_the_ragged_exchange_sends_each_row_to_its_slot(monkeypatch):
+def test_the_ragged_dispatch_sends_each_row_to_its_slot(monkeypatch):
     """As the program that XLA on CPU has not got is asked, by hand."""
     mesh = meshes.make(expert=4, devices=jax.devices()[:4])
     asked = []
@@ -211,7 +213,7 @@ def test_the_ragged_exchange_sends_each_row_to_its_slot(monkeypatch):
     rows = np.where(filled[..., None], rng.normal(size=(4, 4, 3, 2)), 0).astype(np.float32)
     found = {}
     for is_ragged in (False, True):
-        monkeypatch.setattr(experts, "_ragged_exchange", lambda answer=is_ragged: answer)
+        monkeypatch.setattr(experts, "_ragged_dispatch", lambda answer=is_ragged: answer)
 
         def f(rows, sent, awaited):
             def local(rows, sent, awaited):
@@ -250,7 +252,7 @@ def test_router():
     p = np.exp(z) / np.exp(z).sum(1, keepdims=True)
     best = np.argsort(-p, axis=1)[:, :K]
     for norm in (True, False):
-        probs, own, used, weights = experts.route(router, x, Experts(E, K, F, norm))
+        probs, own, used, weights = mixture.route(router, x, Experts(E, K, F, Router(norm)))
         np.testing.assert_allclose(probs, p, atol=1e-6)
         assert np.array_equal(own, best) and np.array_equal(used, best)
         want = np.take_along_axis(p, best, 1)
@@ -259,7 +261,7 @@ def test_router():
         )
     # A bias takes part in the choice and in the weights.
     bias = jnp.asarray(rng.normal(size=E), jnp.float32)
-    probs, own, _, weights = experts.route(router, x, Experts(E, K, F), bias=bias)
+    probs, own, _, weights = mixture.route(router, x, Experts(E, K, F), bias=bias)
     p = np.exp(z + np.asarray(bias))
     best = np.argsort(-p, axis=1)[:, :K]
     want = np.take_along_axis(p, best, 1)
@@ -267,7 +269,7 @@ def test_router():
     np.testing.assert_allclose(probs, p / p.sum(1, keepdims=True), atol=1e-6)
     np.testing.assert_allclose(weights, want / want.sum(1, keepdims=True), atol=1e-6)
     # In float32 whatever the hidden states are.
-    half = experts.route(router.astype(jnp.bfloat16), x.astype(jnp.bfloat16), Experts(E, K, F))
+    half = mixture.route(router.astype(jnp.bfloat16), x.astype(jnp.bfloat16), Experts(E, K, F))
     assert half[0].dtype == half[3].dtype == jnp.float32
 
 
@@ -276,7 +278,7 @@ def test_replayed_experts_use_live_probabilities():
     x = jnp.asarray(rng.normal(size=(N, D)), jnp.float32)
     router = jnp.asarray(rng.normal(size=(D, E)), jnp.float32)
     replay = jnp.asarray(rng.integers(0, E, (N, K)), jnp.int32).at[::2].set(-1)
-    probs, own, used, weights = experts.route(router, x, Experts(E, K, F, False), replay)
+    probs, own, used, weights = mixture.route(router, x, Experts(E, K, F, Router(False)), replay)
     assert np.array_equal(used[::2], own[::2]) and np.array_equal(used[1::2], replay[1::2])
     np.testing.assert_allclose(weights, np.take_along_axis(np.asarray(probs), used, 1), atol=1e-7)
 
@@ -290,20 +292,23 @@ def test_sigmoid_router_by_hand():
     def check(config, chosen, weights, correction=None, replay=None):
         correction = None if correction is None else jnp.asarray(correction, jnp.float32)
         replay = None if replay is None else jnp.asarray([replay])
-        probs, own, used, got = experts.route(router, x, config, replay, None, correction)
+        probs, own, used, got = mixture.route(router, x, config, replay, None, correction)
         np.testing.assert_allclose(probs[0], scores / scores.sum(), rtol=1e-5)
         assert used[0].tolist() == chosen
         np.testing.assert_allclose(got[0], weights, rtol=1e-5)
         return own[0].tolist()
 
-    plain = Experts(8, 3, 4, scoring="sigmoid")
+    def mixture_of(**router):
+        return Experts(8, 3, 4, Router(scoring="sigmoid", **router))
+
+    plain = mixture_of()
     check(plain, [2, 0, 5], np.array([0.8, 0.75, 0.7]) / 2.25)
-    check(dataclasses.replace(plain, norm_topk_prob=False, scale=2.0), [2, 0, 5], [1.6, 1.5, 1.4])
+    check(mixture_of(norm_topk_prob=False, scale=2.0), [2, 0, 5], [1.6, 1.5, 1.4])
     # Groups of two are worth 1.25, 0.9, 1.3 and 0.45: expert 2, the best of all, is left behind.
-    grouped = dataclasses.replace(plain, groups=4, top_groups=2, scale=2.5)
+    grouped = mixture_of(groups=4, top_groups=2, scale=2.5)
     check(grouped, [0, 5, 4], 2.5 * np.array([0.75, 0.7, 0.6]) / 2.05)
     # Groups of four are worth their two best, 1.55 and 1.45, not their sums, 2.15 and 2.75.
-    halves = dataclasses.replace(plain, groups=2)
+    halves = mixture_of(groups=2)
     check(halves, [2, 0, 1], np.array([0.8, 0.75, 0.5]) / 2.05, [0, 0, 0, 0, 0, 0, 0.5, 0.5])
     # A correction chooses, among groups and experts, and leaves the weights alone.
     lifted = [0, 0, 0, 0, 0, 0, 1, 0]
@@ -317,10 +322,10 @@ def test_a_correction_has_no_gradient_and_routers_do():
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(N, D)), jnp.float32)
     router = jnp.asarray(rng.normal(size=(D, E)), jnp.float32)
-    config = Experts(E, K, F, scoring="sigmoid", correction_bias=True)
+    config = Experts(E, K, F, Router(scoring="sigmoid", correction_bias=True))
 
     def loss(router, correction, replay=None):
-        weights = experts.route(router, x, config, replay, None, correction)[3]
+        weights = mixture.route(router, x, config, replay, None, correction)[3]
         return jnp.sum(weights**2)
 
     towards_router, towards_correction = jax.grad(loss, (0, 1))(router, jnp.zeros(E))

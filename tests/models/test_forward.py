@@ -12,7 +12,7 @@ import pytest
 
 from rljax import mesh as meshes
 from rljax import models
-from rljax.models import forward
+from rljax.models import attention, forward, logprobs
 
 V, ROWS, T = 53, 8, 16
 
@@ -52,7 +52,7 @@ RICH_EXPERTS = models.Experts(
     num_experts=16,
     top_k=2,
     intermediate_size=8,
-    router_bias=True,
+    router=models.Router(bias=True),
     bias=True,
     activation="clamped",
     shared_size=12,
@@ -77,11 +77,9 @@ LATENT_EXPERTS = models.Experts(
     num_experts=16,
     top_k=2,
     intermediate_size=8,
-    scoring="sigmoid",
-    groups=4,
-    top_groups=2,
-    scale=2.5,
-    correction_bias=True,
+    router=models.Router(
+        scoring="sigmoid", groups=4, top_groups=2, scale=2.5, correction_bias=True
+    ),
     shared_size=8,
 )
 LATENT = models.ModelConfig(
@@ -125,11 +123,10 @@ def loss(params, config, tokens, segments, routing):
     logp, entropy, router = models.score_tokens(
         params,
         config,
-        tokens,
-        None,
-        segments,
+        models.Inputs(
+            tokens, segments=segments, routing=routing if config.mixture_layers else None
+        ),
         temperature=0.8,
-        routing=routing if config.mixture_layers else None,
         chunk=48,
     )
     weight = jnp.cos(jnp.arange(logp.size)).reshape(logp.shape)
@@ -178,14 +175,12 @@ def test_wanted_tokens_alone_are_scored(params, batch):
     score = functools.partial(jax.jit, static_argnames=("config", "max_scored_tokens"))(
         functools.partial(models.score_tokens, chunk=48)
     )
-    plain, entropies, _ = score(params["dense"], DENSE, tokens, None, segments)
+    plain, entropies, _ = score(params["dense"], DENSE, models.Inputs(tokens, segments=segments))
     for most in (None, 5):
         logp, entropy, _ = score(
             params["dense"],
             DENSE,
-            tokens,
-            None,
-            segments,
+            models.Inputs(tokens, segments=segments),
             score_mask=wanted,
             max_scored_tokens=most,
         )
@@ -284,7 +279,7 @@ def test_attention_keeps_what_is_not_finite_where_it_is():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 6, h, 4)), jnp.float32) for h in (4, 2, 2))
     segments = jnp.asarray([[1, 1, 2, 2, 2, 0]])
-    attend = forward.full_attention(jnp.arange(6)[None], segments)
+    attend = attention.full_attention(jnp.arange(6)[None], segments)
 
     @jax.jit
     def step(q, k, v):
@@ -317,7 +312,7 @@ def test_entropy_is_in_nats_of_the_distribution_at_that_temperature():
     for temperature in (1.0, 0.5):
         hidden = temperature * jnp.log(probabilities)
         targets = jnp.asarray([[0, 2]])
-        logp, entropy = forward._score(params, config, hidden, targets, temperature, 8, None)
+        logp, entropy = logprobs._score(params, config, hidden, targets, temperature, 8, None)
         np.testing.assert_allclose(entropy[0] / np.log(2), [1.584963, 0.221941], atol=1e-6)
         np.testing.assert_allclose(logp[0], np.log([1 / 3, 0.01]), rtol=1e-5)
 
@@ -334,7 +329,7 @@ def test_a_replayed_support_renormalises_what_was_kept():
 
     @functools.partial(jax.value_and_grad, has_aux=True)
     def score(hidden, chunk=8):
-        found = forward._score(params, config, hidden, targets, 1.0, chunk, support)
+        found = logprobs._score(params, config, hidden, targets, 1.0, chunk, support)
         return found[0].sum(), found
 
     (_, (logp, entropy)), gradient = jax.jit(score)(hidden)
@@ -471,10 +466,7 @@ def test_long_rows_are_split_over_context(params, batch, name):
         logp, entropy, _ = models.score_tokens(
             params,
             config,
-            tokens,
-            None,
-            segments,
-            prefix=prefix,
+            models.Inputs(tokens, segments=segments, prefix=prefix),
             max_scored_tokens=8,
             score_mask=segments == 2,
         )

@@ -9,7 +9,8 @@ import pytest
 
 from rljax import mesh as meshes
 from rljax import models
-from rljax.models import families, weights
+from rljax.models import families
+from rljax.models.files import weights
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 

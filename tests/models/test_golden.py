@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from rljax import models
-from rljax.models import families, forward, weights
+from rljax.models import families
+from rljax.models.files import weights
+from rljax.models.rope import rope_frequencies
 
 sys.path.insert(0, str(Path(__file__).parent))
 from golden import GOLDEN, MODELS
@@ -169,6 +171,6 @@ def test_yarn_is_read_and_written_as_transformers_computes_it(case, field):
     for found in (config, families.read_fields(families.write_fields(config), "config.json")):
         attention = found.layers[0].attention
         scaling = attention.rope_scaling
-        got = forward.rope_frequencies(32, attention.rope_theta, scaling)
+        got = rope_frequencies(32, attention.rope_theta, scaling)
         np.testing.assert_allclose(got, case["frequencies"], rtol=2e-6)
         assert scaling.magnitude == pytest.approx(case["magnitude"], rel=1e-7)

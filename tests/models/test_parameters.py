@@ -10,8 +10,17 @@ from jax.sharding import PartitionSpec as P
 
 from rljax import mesh as meshes
 from rljax import models
-from rljax.models import Attention, Block, Dense, Experts, LatentAttention, ModelConfig, Stack
-from rljax.models.families import stacks
+from rljax.models import (
+    Attention,
+    Block,
+    Dense,
+    Experts,
+    LatentAttention,
+    ModelConfig,
+    Router,
+    Stack,
+)
+from rljax.models.families.common import stacks
 
 CONFIG = models.decoder(
     vocab_size=64,
@@ -102,7 +111,7 @@ def test_shared_experts_and_biases_count_as_active_where_they_are():
     plain = Block(Attention(2, 2, 4), Experts(4, 2, 8))
     rich = Block(
         attention,
-        Experts(4, 2, 8, router_bias=True, bias=True, shared_size=6, shared_gated=True),
+        Experts(4, 2, 8, Router(bias=True), bias=True, shared_size=6, shared_gated=True),
     )
     sizes = [
         (models.count(c), models.count_active(c))
@@ -137,10 +146,16 @@ def test_unequal_layers_are_grouped_into_few_stacks():
         (lambda: Experts(4, 2, 8, shared_gated=True), "shared_gated=True needs a shared expert"),
         (lambda: LatentAttention(2, None, 8, 4, 3, 4), "rope_dim=3 is odd"),
         (lambda: LatentAttention(2, 8, 8, 4, 4, 4, scale_weight=1.0), "a stretching by YaRN"),
-        (lambda: Experts(8, 2, 8, groups=3), "groups=3 must cut num_experts=8 into equal groups"),
-        (lambda: Experts(8, 2, 8, groups=8), "into equal groups of two or more"),
-        (lambda: Experts(8, 5, 8, groups=2), "top_groups=1 of 2 groups of 4 must hold top_k=5"),
-        (lambda: Experts(8, 2, 8, groups=2, top_groups=3), "be no more than there are"),
+        (
+            lambda: Experts(8, 2, 8, Router(groups=3)),
+            "groups=3 must cut num_experts=8 into equal groups",
+        ),
+        (lambda: Experts(8, 2, 8, Router(groups=8)), "into equal groups of two or more"),
+        (
+            lambda: Experts(8, 5, 8, Router(groups=2)),
+            "top_groups=1 of 2 groups of 4 must hold top_k=5",
+        ),
+        (lambda: Experts(8, 2, 8, Router(groups=2, top_groups=3)), "be no more than there are"),
         (lambda: Experts(4, 5, 8), "top_k=5 must lie between 1 and num_experts=4"),
         (
             lambda: ModelConfig(8, 8, stacks([

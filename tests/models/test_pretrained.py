@@ -17,7 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 from rljax import mesh as meshes
 from rljax import models
-from rljax.models import families, huggingface, weights
+from rljax.models import families
+from rljax.models.files import huggingface, tables
 
 sys.path.insert(0, str(Path(__file__).parent))
 from golden import GOLDEN, MODELS
@@ -473,7 +474,7 @@ def test_stored_and_back_for_any_cut():
         (slice(0, 6), slice(0, 4), slice(0, 8)),
         (slice(2, 5), slice(1, 3), slice(4, 8)),
     ]
-    for weight in (weights.to_heads("w"), weights.from_heads("w")):
+    for weight in (tables.to_heads("w"), tables.from_heads("w")):
         stored = weight.to_stored(array)
         assert stored.shape == weight.stored_shape(shape)
         for box in boxes:
@@ -481,7 +482,7 @@ def test_stored_and_back_for_any_cut():
             assert np.array_equal(weight.from_stored(part, shape, box), array[box])
     # Rotary pairs next to each other: all of a head, or its last four numbers.
     for rotary, pairs in ((None, [0, 2, 4, 6, 1, 3, 5, 7]), (4, [0, 1, 2, 3, 4, 6, 5, 7])):
-        weight = dataclasses.replace(weights.to_heads("w", interleaved=True), rotary=rotary)
+        weight = dataclasses.replace(tables.to_heads("w", interleaved=True), rotary=rotary)
         stored = weight.to_stored(array)
         heads = stored.reshape(4, 8, 6)
         assert np.array_equal(heads[:, pairs].transpose(2, 0, 1), array)
@@ -490,7 +491,7 @@ def test_stored_and_back_for_any_cut():
             assert np.array_equal(weight.from_stored(part, shape, box), array[box])
     # Two that take turns along the last dimension of one array.
     pair = array, -array
-    both = [weights.all_experts("w", 3, part=i, parts=2) for i in range(2)]
+    both = [tables.all_experts("w", 3, part=i, parts=2) for i in range(2)]
     stored = np.stack([w.to_stored(x) for w, x in zip(both, pair, strict=True)], -1)
     stored = stored.reshape(both[0].stored_shape(shape))
     for weight, x in zip(both, pair, strict=True):

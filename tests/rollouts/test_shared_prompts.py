@@ -49,12 +49,17 @@ def test_log_probabilities_and_entropy_are_equal(case):
     shared = share_batch(plan, batch)
     assert shared.tokens.size < batch.tokens.size
     expected = models.score_tokens(
-        params, config, batch.tokens, batch.positions, batch.segments, score_mask=batch.mask
+        params,
+        config,
+        models.Inputs(batch.tokens, batch.positions, batch.segments),
+        score_mask=batch.mask,
     )
     found = models.score_tokens(
-        params, config, shared.tokens, shared.positions, shared.segments,
-        score_mask=shared.mask, prefix=plan.prefix,
-    )  # fmt: skip
+        params,
+        config,
+        models.Inputs(shared.tokens, shared.positions, shared.segments, plan.prefix),
+        score_mask=shared.mask,
+    )
     for one, other in zip(expected[:2], found[:2], strict=True):
         np.testing.assert_allclose(one, unshare(plan, other, T), atol=2e-6)
     assert np.asarray(expected[0])[batch.mask].max() < 0  # every own token was scored
@@ -70,9 +75,13 @@ def test_loss_gradient_and_metrics_are_equal(case, objective):
     def evaluate(params, rows):
         def loss(params):
             logp, _, _ = models.score_tokens(
-                params, config, rows.tokens, rows.positions, rows.segments,
-                score_mask=rows.mask, prefix=rows.prefix, routing=rows.routing,
-            )  # fmt: skip
+                params,
+                config,
+                models.Inputs(
+                    rows.tokens, rows.positions, rows.segments, rows.prefix, rows.routing
+                ),
+                score_mask=rows.mask,
+            )
             return objective.loss(logp, rows)
 
         return jax.value_and_grad(loss, has_aux=True)(params)

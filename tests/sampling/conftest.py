@@ -43,8 +43,9 @@ def latent():
         rope_scaling=models.Yarn(4.0, 16, magnitude=0.9), scale_weight=0.8,
     )  # fmt: skip
     mixture = models.Experts(
-        num_experts=8, top_k=2, intermediate_size=24, scoring="sigmoid", groups=4, top_groups=2,
-        scale=2.5, correction_bias=True, shared_size=24,
+        num_experts=8, top_k=2, intermediate_size=24, shared_size=24, router=models.Router(
+            scoring="sigmoid", groups=4, top_groups=2, scale=2.5, correction_bias=True
+        ),
     )  # fmt: skip
     layers = (models.Block(attention, models.Dense(48)), models.Block(attention, mixture))
     config = models.ModelConfig(32, 32, tuple(models.Stack((b,), 1) for b in layers))

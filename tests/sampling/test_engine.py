@@ -55,12 +55,8 @@ _score = jax.jit(
     lambda params, config, tokens, segments, routing, temperature, support: models.score_tokens(
         params,
         config,
-        tokens,
-        None,
-        segments,
+        models.Inputs(tokens, segments=segments, routing=routing, support=support),
         temperature=temperature,
-        routing=routing,
-        support=support,
     ),
     static_argnums=1,
 )

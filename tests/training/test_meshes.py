@@ -23,7 +23,12 @@ GRADIENTS, LOGP = 2e-5, 1e-5
 V, B, T, G, E, K = 24, 8, 12, 4, 8, 2
 ATTENTION = models.Attention(num_heads=4, num_kv_heads=2, head_dim=4, qk_norm="head")
 MIXTURE = models.Experts(
-    num_experts=E, top_k=K, intermediate_size=8, bias=True, router_bias=True, shared_size=4
+    num_experts=E,
+    top_k=K,
+    intermediate_size=8,
+    router=models.Router(bias=True),
+    bias=True,
+    shared_size=4,
 )
 # A dense layer, then a mixture; recomputed backwards.
 CONFIG = models.ModelConfig(
@@ -206,7 +211,7 @@ def test_circular_repeats_equal_one_device():
     def loss(params, rows):
         tokens, positions, segments, routing, given = rows
         logp, entropy, router = models.score_tokens(
-            params, config, tokens, positions, segments, routing=routing, load=load
+            params, config, models.Inputs(tokens, positions, segments, routing=routing), load=load
         )
         value = given[:, 0] * logp + given[:, 1] * router.auxiliary
         return jnp.sum(value), (entropy, router)

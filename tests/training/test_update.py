@@ -207,7 +207,7 @@ def test_sizes_that_do_not_divide_are_refused():
 
 
 def test_correction_biases_follow_the_load():
-    mixture = models.Experts(4, 2, 24, scoring="sigmoid", correction_bias=True)
+    mixture = models.Experts(4, 2, 24, models.Router(scoring="sigmoid", correction_bias=True))
     attention = models.Attention(num_heads=2, num_kv_heads=2, head_dim=8)
     blocks = (models.Block(attention, models.Dense(24)), models.Block(attention, mixture))
     config = models.ModelConfig(16, 16, (models.Stack(blocks, 2),), family="deepseek_v3")

@@ -12,8 +12,8 @@ import numpy as np
 
 from rljax.errors import InputError
 from rljax.models.config import Attention, Block, Dense, ModelConfig, Stack
-from rljax.models.fields import Fields
-from rljax.models.weights import (
+from rljax.models.files.fields import Fields
+from rljax.models.files.tables import (
     Table,
     from_heads,
     heads_vector,

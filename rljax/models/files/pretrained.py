@@ -18,8 +18,9 @@ from jax.sharding import Mesh
 
 from rljax import mesh as meshes
 from rljax.errors import InputError
-from rljax.models import families, gguf, huggingface, weights
+from rljax.models import families
 from rljax.models.config import ModelConfig
+from rljax.models.files import gguf, huggingface, weights
 from rljax.models.parameters import Params, check, declare
 
 _log = logging.getLogger(__name__)
@@ -76,8 +77,8 @@ def from_pretrained(
             )
         fields = huggingface.read_json(path / huggingface.CONFIG)
         config = families.read_fields(fields, str(path / huggingface.CONFIG))
-        unused = families.left_out(fields, config)
-        table = families.FAMILIES[config.family].table
+        family = families.FAMILIES[config.family]
+        unused, table = family.unused(fields, config), family.table
         store = huggingface.Folder(path)
     config = dataclasses.replace(config, dtype=compute_dtype)
     entries = weights.entries(config, table)

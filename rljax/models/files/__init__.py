@@ -1,0 +1,1 @@
+"""Models in files: Hugging Face folders with safetensors, and GGUF files."""

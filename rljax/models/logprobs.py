@@ -1,0 +1,330 @@
+"""Log-probabilities and entropies of tokens, never holding the logits of all of them."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from rljax.errors import InputError
+from rljax.mesh import BATCH_AXES, axes_of, fit, map_shards, split, varies, vary_alike
+from rljax.models.attention import full_attention
+from rljax.models.config import ModelConfig
+from rljax.models.forward import EMBED_AXES, hidden_states, output_logits
+from rljax.models.layers import enter, gather_part
+from rljax.models.mixture import RouterInputs, RouterOutputs
+from rljax.models.parameters import Params
+
+
+@struct.dataclass
+class Inputs:
+    """Rows of tokens and what is known of them.
+
+    Attributes:
+      tokens: Token ids.
+      positions: Rotary positions; None: each segment counts from 0.
+      segments: Packed sequences by number, 0 for padding; None: a row is one sequence.
+      prefix: The segment that a position sees besides its own, 0 for none: a prompt that several
+        responses of its row share. Their first tokens are scored given its last. None: no prefixes.
+      routing: Experts to replay, -1 where unset; None: the routers' own.
+      support: Ids that the sampler kept when it drew each token, -1 where unset: probabilities are
+        those among them. A token with none, and every token where this is None, is scored among
+        the whole vocabulary.
+    """
+
+    tokens: Int[Array, "B T"]
+    positions: Int[Array, "B T"] | None = None
+    segments: Int[Array, "B T"] | None = None
+    prefix: Int[Array, "B T"] | None = None
+    routing: Int[Array, "B T layers k"] | None = None
+    support: Int[Array, "B T S"] | None = None
+
+    def places(self) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+        """Positions and segments, with their defaults."""
+        positions, segments = self.positions, self.segments
+        if segments is None:
+            segments = jnp.ones(self.tokens.shape, jnp.int32)
+        if positions is None:
+            # Each segment counts from 0, wherever in the row it begins.
+            row = jnp.arange(self.tokens.shape[1])
+            starts = jnp.concatenate(
+                [jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], axis=1
+            )
+            positions = row - jax.lax.cummax(jnp.where(starts, row, 0), axis=1)
+        return positions, segments
+
+
+def logits(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"] | None = None,
+    segments: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T V"]:
+    """All logits, for small uses; `token_logprobs` never holds as much.
+
+    Args:
+      params: The parameters.
+      config: The model.
+      tokens: Token ids.
+      positions: Rotary positions; by default each segment counts from 0.
+      segments: Packed sequences by number, 0 for padding; by default a row is one sequence.
+
+    Returns:
+      float32 logits of the token after each position.
+    """
+    positions, segments = Inputs(tokens, positions, segments).places()
+    hidden, _, _ = hidden_states(
+        params, config, tokens, positions, full_attention(positions, segments)
+    )
+    return output_logits(params, config, hidden)
+
+
+def token_logprobs(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"] | None = None,
+    segments: Int[Array, "B T"] | None = None,
+    *,
+    temperature: float = 1.0,
+    routing: Int[Array, "B T layers k"] | None = None,
+    chunk: int = 1024,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Log-probability and entropy at every token, never holding [B, T, V].
+
+    Args:
+      params: The parameters.
+      config: The model.
+      tokens: Token ids.
+      positions: Rotary positions; by default each segment counts from 0.
+      segments: Packed sequences by number, 0 for padding; by default a row is one sequence.
+      temperature: Divides the logits, as in sampling.
+      routing: Experts to replay, -1 where unset.
+      chunk: Tokens whose logits a device holds at a time, at least one of each row.
+
+    Returns:
+      logp: float32; entry t is the log-probability of the token at t given those before it in its
+        segment, 0 for the first.
+      entropy: float32, nats; of the distribution that the token at t was drawn from.
+
+    Raises:
+      InputError: The temperature is not above 0.
+    """
+    inputs = Inputs(tokens, positions, segments, routing=routing)
+    return score_tokens(params, config, inputs, temperature=temperature, chunk=chunk)[:2]
+
+
+def score_tokens(
+    params: Params,
+    config: ModelConfig,
+    inputs: Inputs,
+    *,
+    temperature: float | Float[Array, ""] = 1.0,
+    chunk: int = 1024,
+    score_mask: Bool[Array, "B T"] | None = None,
+    max_scored_tokens: int | None = None,
+    load: Float[Array, "layers E"] | None = None,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"], RouterOutputs | None]:
+    """`token_logprobs` of chosen tokens, with what the routers did.
+
+    Args:
+      params: The parameters.
+      config: The model.
+      inputs: Tokens, and what is known of them.
+      temperature: Divides the logits.
+      chunk: Tokens whose logits a device holds at a time, at least one of each row.
+      score_mask: The tokens to score; others get 0. All but the first of a segment by default.
+      max_scored_tokens: A bound on the scored tokens of a row. Logits are then formed for that
+        many tokens a row, which saves most of the output matmul where prompts are long. Tokens
+        past the bound get NaN. Not used on a mesh with a context axis.
+      load: As in `RouterInputs`, for the routers' load-balancing loss.
+
+    Returns:
+      logp, entropy, and the routers' outputs (None for a dense model).
+
+    Raises:
+      InputError: The temperature is not above 0.
+    """
+    if isinstance(temperature, int | float) and not temperature > 0:
+        raise InputError(
+            f"temperature={temperature} must be above 0: greedy decoding has no log-probabilities"
+        )
+    tokens, support = inputs.tokens, inputs.support
+    before, follows, router = states_before(params, config, inputs, load)
+    keep = follows if score_mask is None else follows & score_mask
+    rows = jnp.arange(tokens.shape[0])[:, None]
+    # Over `context` each device scores what it holds: the scored tokens may all lie on one of them.
+    if (
+        max_scored_tokens is not None
+        and max_scored_tokens < tokens.shape[1]
+        and not split("context")
+    ):
+        # The scored places first, in order; the rest of the bound is filled with others.
+        place = jnp.argsort(~keep, axis=1, stable=True)[:, :max_scored_tokens]
+        kept = None if support is None else support[rows, place]
+        logp, entropy = _score(
+            params, config, before[rows, place], tokens[rows, place], temperature, chunk, kept
+        )
+        # A row with more scored tokens than the bound shows it, as NaN.
+        unknown = jnp.full(tokens.shape, jnp.nan, jnp.float32)
+        logp = unknown.at[rows, place].set(logp)
+        entropy = unknown.at[rows, place].set(entropy)
+    else:
+        logp, entropy = _score(params, config, before, tokens, temperature, chunk, support)
+    return jnp.where(keep, logp, 0.0), jnp.where(keep, entropy, 0.0), router
+
+
+def states_before(
+    params: Params,
+    config: ModelConfig,
+    inputs: Inputs,
+    load: Float[Array, "layers E"] | None = None,
+) -> tuple[Float[Array, "B T D"], Bool[Array, "B T"], RouterOutputs | None]:
+    """Final hidden states in which each token was chosen: what policy and critic both read.
+
+    Arguments as in `score_tokens`. Returns the states, whether each token has one, and the
+    routers' outputs (None for a dense model).
+    """
+    positions, segments = inputs.places()
+    hidden, _, router = hidden_states(
+        params,
+        config,
+        inputs.tokens,
+        positions,
+        full_attention(positions, segments, inputs.prefix),
+        counted=segments > 0,
+        routers=RouterInputs(inputs.routing, load),
+    )
+    return *preceding(hidden, segments, inputs.prefix), router
+
+
+def preceding(
+    hidden: Float[Array, "B T D"],
+    segments: Int[Array, "B T"],
+    prefix: Int[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B T D"], Bool[Array, "B T"]]:
+    """The hidden state that each token was predicted from, and whether there is one.
+
+    It is the one before it in its segment; for the first of a segment the last of its prefix.
+    """
+    follows = jnp.pad(
+        (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0), ((0, 0), (1, 0))
+    )
+    before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    if prefix is None:
+        return before, follows
+    place = jnp.arange(segments.shape[1])
+    ends = jnp.where(prefix[:, :, None] == segments[:, None, :], place, -1).max(-1)
+    first = ~follows & (prefix > 0) & (ends >= 0)
+    last = jnp.take_along_axis(hidden, jnp.maximum(ends, 0)[..., None], axis=1)
+    return jnp.where(first[..., None], last, before), follows | first
+
+
+def _score(
+    params: Params,
+    config: ModelConfig,
+    hidden: Array,
+    targets: Array,
+    temperature: float | Array,
+    chunk: int,
+    support: Array | None,
+) -> tuple[Array, Array]:
+    """Log-probability and entropy of each target, in chunks of tokens recomputed backwards.
+
+    Each device works on its own tokens, and over `tensor` on its own slice of the vocabulary.
+    `support` holds the ids that each target was drawn among, as in `Inputs`.
+    """
+    name, axes = ("embed", EMBED_AXES) if config.tie_embeddings else ("output", EMBED_AXES[::-1])
+    rows = fit(hidden.shape, BATCH_AXES, "context")
+    laid, parted = enter(params[name], axes, axes_of(rows))
+    local = functools.partial(_score_part, config=config, chunk=chunk, parted=parted)
+    with jax.named_scope("logprobs"):
+        return map_shards(local, ({name: laid}, rows, rows, rows, P()), (rows, rows))(
+            {name: params[name]}, hidden, targets, support, jnp.float32(temperature)
+        )
+
+
+def _score_part(
+    params: Params,
+    hidden: Array,
+    targets: Array,
+    support: Array | None,
+    temperature: Array,
+    *,
+    config: ModelConfig,
+    chunk: int,
+    parted: int | None,
+) -> tuple[Array, Array]:
+    """`_score` of one device. A chunk holds a few tokens of every row."""
+    sliced = varies(jax.tree.leaves(params)[0], "tensor")
+    params = {name: gather_part(w, hidden, parted) for name, w in params.items()}
+    params, hidden = vary_alike((params, hidden))
+
+    def part(args: tuple[Array, Array, Array | None]) -> tuple[Array, Array]:
+        z = output_logits(params, config, args[0]) / temperature
+        return _score_logits(z, *args[1:], sliced=sliced)
+
+    rows, length = targets.shape
+    width = max(1, chunk // rows)
+    if length <= width:
+        return part((hidden, targets, support))
+    parts = -(-length // width)
+    width = -(-length // parts)
+    pad = parts * width - length
+
+    def cut(x: Array) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))
+        return x.reshape(rows, parts, width, *x.shape[2:]).swapaxes(0, 1)
+
+    def join(x: Array) -> Array:
+        return x.swapaxes(0, 1).reshape(rows, parts * width)[:, :length]
+
+    pieces = jax.tree.map(cut, (hidden, targets, support))
+    logp, entropy = jax.lax.map(jax.checkpoint(part), pieces)
+    return join(logp), join(entropy)
+
+
+def _score_logits(
+    z: Array, targets: Array, support: Array | None, *, sliced: bool
+) -> tuple[Array, Array]:
+    """Log-probability and entropy of targets [...] by logits [..., V].
+
+    With `sliced` a device has a slice of the vocabulary, by its place along `tensor`.
+    """
+
+    def over_vocabulary(x: Array) -> Array:
+        return jax.lax.psum(x, "tensor") if sliced else x
+
+    def pick(z: Array, ids: Array) -> Array:
+        """The logits of ids [..., n], from whichever slices have them."""
+        here = ids - jax.lax.axis_index("tensor") * z.shape[-1] if sliced else ids
+        found = jnp.take_along_axis(z, jnp.clip(here, 0, z.shape[-1] - 1), axis=-1)
+        return over_vocabulary(jnp.where((here >= 0) & (here < z.shape[-1]), found, 0.0))
+
+    top = jax.lax.stop_gradient(z).max(-1, keepdims=True)
+    z = z - (jax.lax.pmax(top, "tensor") if sliced else top)
+    exp = jnp.exp(z)
+    total = over_vocabulary(exp.sum(-1))
+    entropy = jnp.log(total) - over_vocabulary((exp * z).sum(-1)) / total
+    own = pick(z, targets[..., None])[..., 0]
+    logp = own - jnp.log(total)
+    if support is None:
+        return logp, entropy
+    return _among(own, pick(z, jnp.maximum(support, 0)), support >= 0, logp, entropy)
+
+
+def _among(
+    own: Array, among: Array, inside: Array, logp: Array, entropy: Array
+) -> tuple[Array, Array]:
+    """Log-probability and entropy among the kept ids, or as given where there are none."""
+    some = inside.any(-1)
+    among = jnp.where(inside, among, jnp.where(some[..., None], -jnp.inf, 0.0))
+    each = jax.nn.log_softmax(among, axis=-1)
+    own = own - jax.nn.logsumexp(among, axis=-1)
+    nats = -jnp.sum(jnp.where(inside, jnp.exp(each) * jnp.where(inside, each, 0.0), 0.0), axis=-1)
+    return jnp.where(some, own, logp), jnp.where(some, nats, entropy)
