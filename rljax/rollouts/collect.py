@@ -222,7 +222,7 @@ def collect(
     """
     version = source.engine.version
     fresh = [g for g in state.surplus if version - _version(g) <= settings.max_staleness]
-    kept, degenerate = list(fresh), []
+    kept, degenerate = list(fresh), list[ScoredGroup]()
     rate, generated, sampling_seconds, scoring_seconds = state.degenerate_rate, 0, 0.0, 0.0
     cap = math.ceil((settings.max_oversampling if settings.dynamic else 1) * settings.num_groups)
     while len(kept) < settings.num_groups and generated < cap:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -83,7 +84,7 @@ def score_groups(
     return scored
 
 
-def make_batch(groups: list[ScoredGroup], length: int | None = None) -> Batch:
+def make_batch(groups: Sequence[ScoredGroup], length: int | None = None) -> Batch:
     """Lays groups out as a `Batch` of numpy arrays, one response a row, groups in order.
 
     Args:
@@ -142,7 +143,7 @@ def make_batch(groups: list[ScoredGroup], length: int | None = None) -> Batch:
     return Batch(**fields)
 
 
-def component_metrics(groups: list[ScoredGroup], names: tuple[str, ...]) -> dict[str, Any]:
+def component_metrics(groups: Sequence[ScoredGroup], names: tuple[str, ...]) -> dict[str, Any]:
     """The mean of each reward function, and the share of responses whose scoring failed.
 
     Args:

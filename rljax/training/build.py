@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,6 @@ from rljax.training.state import RunState
 
 _log = logging.getLogger(__name__)
 
-Tell = Callable[[str], None]
-
 
 @contextlib.contextmanager
 def open_run(
@@ -50,7 +48,6 @@ def open_run(
     prompts: Sequence[Any] | None = None,
     eval_prompts: Sequence[Any] | None = None,
     name: str = "custom",
-    tell: Tell = _log.info,
 ) -> Iterator[tuple[Run, RunState]]:
     """Builds a run, or restores the one that its directory holds; the engine has the weights.
 
@@ -61,7 +58,6 @@ def open_run(
       prompts: Rows to train on: dicts with a question and an answer, questions, or chat messages.
       eval_prompts: Held-out rows.
       name: Of the preset, or any other; part of the default run directory.
-      tell: Receives a line about each part that takes long.
 
     Yields:
       The parts of the run, and its state: before the first step, or after the restored one.
@@ -97,7 +93,6 @@ def open_run(
                 asked.stream.prompts,
                 asked.validation,
                 state.train.whole,
-                tell,
             )
             state = state.replace(train=supervised.adopt(state.train, params, policy))
         train, reference = freeze_reference(

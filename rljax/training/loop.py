@@ -52,14 +52,16 @@ def train(
     """
     clock = _Clock(started)
     title = f"{name}: {config.objective.objective if objective is None else 'your objective'}"
-    own = {"objective": objective, "rewards": rewards, "prompts": prompts}
-    with (
-        LiveDisplay(config.run.steps, title, quiet=not processes.is_first()) as display,
-        open_run(config, **own, eval_prompts=eval_prompts, name=name, tell=display.message) as (
-            run,
-            state,
-        ),
-    ):
+    opened = open_run(
+        config,
+        objective=objective,
+        rewards=rewards,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        name=name,
+    )
+    display = LiveDisplay(config.run.steps, title, quiet=not processes.is_first())
+    with display, opened as (run, state):
         state, saved = begin(run, state, display, clock)
         while not run.finished(state):
             step_started = time.perf_counter()

@@ -105,7 +105,7 @@ def _arguments(
 
 def _terms(config: Config) -> list[Any]:
     """The terms that the flags add to any objective."""
-    t, terms = config.terms, []
+    t, terms = config.terms, list[Any]()
     if t.truncated_is is not None:
         terms.append(L.truncated_is(cap=t.truncated_is))
     if t.top_entropy is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,6 +28,8 @@ from rljax.training.policy import Policy
 from rljax.training.state import TrainState
 from rljax.training.update import UpdateOptions, make_update
 
+_log = logging.getLogger(__name__)
+
 
 def warm_up(
     config: Config,
@@ -35,7 +38,6 @@ def warm_up(
     prompts: Sequence[Prompt],
     validation: Sequence[Prompt],
     params: Params,
-    tell: Callable[[str], None],
 ) -> tuple[Params, dict[str, float]]:
     """Trains weights on questions with their answers, up to a low score from which RL can start.
 
@@ -49,7 +51,6 @@ def warm_up(
       prompts: Questions with their answers.
       validation: Questions that decide when it ends.
       params: The weights to start from.
-      tell: Receives a line about each validation.
 
     Returns:
       The weights, and metrics of the end.
@@ -89,7 +90,7 @@ def warm_up(
             "warmup/accuracy": accuracy,
             "warmup/loss": L.finish(processes.fetch(stats))["policy/loss"],
         }
-        tell(f"supervised warm-up, step {step}: validation accuracy {accuracy:.3f}")
+        _log.info("supervised warm-up, step %d: validation accuracy %.3f", step, accuracy)
         if accuracy >= settings.sft_target:
             break
     return state.params, values
