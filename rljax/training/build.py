@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from rljax import losses as L
 from rljax import mesh as meshes
@@ -48,6 +49,7 @@ def open_run(
     prompts: Sequence[Any] | None = None,
     eval_prompts: Sequence[Any] | None = None,
     name: str = "custom",
+    mesh: Mesh | None = None,
 ) -> Iterator[tuple[Run, RunState]]:
     """Builds a run, or restores the one that its directory holds; the engine has the weights.
 
@@ -58,6 +60,7 @@ def open_run(
       prompts: Rows to train on: dicts with a question and an answer, questions, or chat messages.
       eval_prompts: Held-out rows.
       name: Of the preset, or any other; part of the default run directory.
+      mesh: Devices to use, where not all are to be; None: the configuration's mesh.
 
     Yields:
       The parts of the run, and its state: before the first step, or after the restored one.
@@ -73,7 +76,7 @@ def open_run(
     processes.on_first(run_directory.claim, directory, config, name, own)
     # Programs with collectives in flight at once can wait for each other for ever on CPU devices.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    policy = open_policy(config, lambda: alphabet(config, prompts, eval_prompts))
+    policy = open_policy(config, lambda: alphabet(config, prompts, eval_prompts), mesh)
     asked = load_run_prompts(config, policy.tokenizer, prompts, eval_prompts)
     with contextlib.ExitStack() as stack:
         source = _open_source(stack, config, directory, policy, asked, rewards)

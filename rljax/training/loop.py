@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from rljax import losses as L
 from rljax import models, processes
 from rljax.config import Config
@@ -30,6 +32,7 @@ def train(
     eval_prompts: Sequence[Any] | None = None,
     name: str = "custom",
     started: float | None = None,
+    mesh: Mesh | None = None,
 ) -> dict[str, Any]:
     """Runs, or continues, a whole run.
 
@@ -41,6 +44,7 @@ def train(
       eval_prompts: Held-out rows.
       name: Of the preset, or any other; part of the default run directory.
       started: `time.perf_counter()` of when the user began to wait; now by default.
+      mesh: Devices to use, where not all are to be; None: the configuration's mesh.
 
     Returns:
       `eval_before`, `eval_after` (greedy held-out accuracy; None without held-out prompts),
@@ -59,6 +63,7 @@ def train(
         prompts=prompts,
         eval_prompts=eval_prompts,
         name=name,
+        mesh=mesh,
     )
     display = LiveDisplay(config.run.steps, title, quiet=not processes.is_first())
     with display, opened as (run, state):

@@ -52,17 +52,18 @@ class Policy:
         return processes.run_serially(jax.jit(lambda train: train.weights(self.lora)))
 
 
-def open_policy(config: Config, alphabet: Callable[[], str]) -> Policy:
+def open_policy(config: Config, alphabet: Callable[[], str], mesh: Mesh | None = None) -> Policy:
     """The policy that a configuration names.
 
     Args:
       config: The configuration.
       alphabet: Gives the characters that the tokenizer of a model from random weights must know.
+      mesh: The devices; None: the mesh that the configuration names.
 
     Raises:
       InputError: There is no such model, or a setting does not suit it.
     """
-    mesh = meshes.from_flags(config.mesh.mesh)
+    mesh = meshes.from_flags(config.mesh.mesh) if mesh is None else mesh
     rules = meshes.read_rules(config.mesh.train_rules, meshes.TRAIN_RULES)
     settings, name = config.model, config.model.model
     if not name:

@@ -15,6 +15,8 @@ from rljax.losses import grpo
 from rljax.rewards.shared import SharedScorer
 from rljax.training import state as states
 from rljax.training.checkpoints import Checkpoints
+from rljax.training.optimizer import make_optimizer
+from rljax.training.state import RunState
 
 CONFIG = models.decoder(
     vocab_size=16, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=24, num_experts=4
@@ -68,14 +70,14 @@ def check_scores(place, number, folder):
 
 
 def check_checkpoints(mesh, folder):
-    optimizer, objective = states.make_optimizer(OptimizerSettings(), 9), grpo()
+    optimizer, objective = make_optimizer(OptimizerSettings(), 9), grpo()
     state = states.create(
         models.init(jax.random.key(0), CONFIG, mesh=mesh), optimizer, objective, mesh
     )
     checkpoints = Checkpoints(folder / "checkpoints", keep=3)
-    checkpoints.save(1, state, {"step": 1})
+    checkpoints.save(RunState(state, step=1))
     later = jax.tree.map(processes.run_serially(jax.jit(lambda x: x + 1)), state)
-    checkpoints.save(2, later, {"step": 2})
+    checkpoints.save(RunState(later, step=2))
     checkpoints.close()
 
     def restored():
@@ -89,16 +91,16 @@ def check_checkpoints(mesh, folder):
         for one, other in zip(a.addressable_shards, b.addressable_shards, strict=True):
             np.testing.assert_array_equal(one.data, other.data)
 
-    step, found, host = restored()
-    assert (step, host) == (2, {"step": 2})
+    found, host = restored()
+    assert host["step"] == 2
     jax.tree.map(same, found, later)
     if processes.is_first():
         for file in (folder / "checkpoints" / "2" / "state").rglob("*"):
             if file.is_file():
                 file.write_bytes(b"damaged")
     processes.exchange(None)
-    step, found, host = restored()
-    assert (step, host) == (1, {"step": 1})
+    found, host = restored()
+    assert host["step"] == 1
     jax.tree.map(same, found, state)
     return state
 

@@ -15,7 +15,8 @@ from rljax.batch import Batch
 from rljax.config import OptimizerSettings
 from rljax.sampling import Engine, SamplingParams
 from rljax.training import state as states
-from rljax.training import update as updates
+from rljax.training.optimizer import make_optimizer
+from rljax.training.update import UpdateOptions, make_update
 
 # Float32 sums in another order: what one device gives, within these shares of the largest value.
 GRADIENTS, LOGP = 2e-5, 1e-5
@@ -119,12 +120,10 @@ def train(config, mesh, parts=1, on_host=False, **ways):
     params = jax.device_put(make_weights(config), models.shardings(config, mesh))
     config = dataclasses.replace(config, **ways)
     settings = OptimizerSettings(learning_rate=1e-2, warmup_steps=1, max_grad_norm=1e9)
-    optimizer = states.make_optimizer(settings, 100)
+    optimizer = make_optimizer(settings, 100)
     state = states.create(params, optimizer, OBJECTIVE, mesh, on_host=on_host)
-    update = updates.make_update(
-        config, OBJECTIVE, optimizer, temperature=0.8, max_scored_tokens=8, parts=parts,
-        replay=True, on_host=on_host,
-    )  # fmt: skip
+    options = UpdateOptions(0.8, 8, parts=parts, replay=True, on_host=on_host)
+    update = make_update(config, OBJECTIVE, optimizer, options)
 
     def memories(state):
         return {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state) if x.ndim}

@@ -1,25 +1,36 @@
 """The flags of an objective reach it, and every objective of the flags can be trained."""
 
 import dataclasses
-import typing
 
 import pytest
 
 from experiments.flags import parse
 from rljax import losses as L
-from rljax.config import PRESETS, Config, ObjectiveName, ObjectiveSettings
-from rljax.training.setup import make_objective
+from rljax.config import Config, ObjectiveSettings, RewardSettings, RolloutSettings, TermSettings
+from rljax.errors import InputError
+from rljax.presets import PRESETS
+from rljax.training.objective_flags import NAMES, make_objective
 
 GIVEN = {"old", "rollout", "ref", "entropy", "old_entropy", "components", "values"}
 GIVEN |= {"teacher", "batch_stats"}
 
 
-def build(**flags):
-    return make_objective(dataclasses.replace(Config(), objective=ObjectiveSettings(**flags)))
+TERMS = {f.name for f in dataclasses.fields(TermSettings)}
+
+
+def build(given=None, **flags):
+    terms = {name: flags.pop(name) for name in TERMS & flags.keys()}
+    config = Config(
+        objective=ObjectiveSettings(**flags),
+        terms=TermSettings(**terms),
+        rewards=RewardSettings(("exact_match",)),
+        rollout=RolloutSettings(max_completion_length=6),
+    )
+    return make_objective(config, given)
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("name", typing.get_args(ObjectiveName))
+@pytest.mark.parametrize("name", NAMES)
 def test_each_needs_only_what_the_trainer_gives(name):
     assert build(objective=name).needs <= GIVEN
 
@@ -47,21 +58,64 @@ def test_parts_that_any_objective_may_have():
 
 
 def test_without_flags_a_preset_is_as_it_stands():
-    assert parse([], "train") == ("arithmetic", PRESETS["arithmetic"]())
+    parsed = parse([], "train")
+    assert (parsed.name, parsed.config) == ("arithmetic", PRESETS["arithmetic"]())
+    assert not parsed.given and not parsed.print_config
 
 
-@pytest.mark.parametrize("name", typing.get_args(ObjectiveName))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_preset_keeps_the_window_of_its_own_objective_to_itself(name):
-    _, config = parse([f"--objective={name}"], "train")
-    settings = config.objective
+    settings = parse([f"--objective={name}"], "train").config.objective
     if name == "gspo":
         assert (settings.clip_low, settings.clip_high) == (0.03, 0.04)
     else:
         assert settings == ObjectiveSettings(objective=name)
-    _, config = parse(["--objective", name, "--truncated_is=3"], "train")
-    assert config.objective == dataclasses.replace(settings, truncated_is=3.0)
+    config = parse(["--objective", name, "--truncated_is=3"], "train").config
+    assert (config.objective, config.terms) == (settings, TermSettings(truncated_is=3.0))
 
 
 def test_a_flag_that_means_nothing_is_refused():
     with pytest.raises(ValueError, match=r"cap=3.0 means nothing to objective=gspo"):
         build(objective="gspo", cap=3.0)
+
+
+FILE = """
+from rljax import losses as L
+
+ready = L.Objective(L.group_center(), L.chain(L.token_ratio(), L.policy_gradient()), L.token_mean())
+
+def mine(clip_low=0.2):
+    return L.grpo(clip_low=clip_low, beta=0.0)
+
+def wrong():
+    return 3
+"""
+
+
+def test_an_objective_of_your_own_comes_from_a_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    assert build(objective=f"{path}:mine", clip_low=0.1) == L.grpo(clip_low=0.1, beta=0.0)
+    found = build(objective=f"{path}:ready", entropy_coef=0.1)
+    assert found.advantage == L.group_center()
+    assert found.regularisers == (L.entropy_bonus(0.1),)
+    assert build(L.gspo(), objective="ignored") == L.gspo()
+
+
+@pytest.mark.parametrize(
+    "name,flags,line",
+    [
+        ("grop", {}, "objective='grop' is unknown; did you mean grpo?"),
+        ("nowhere.py:mine", {}, "'nowhere.py' does not exist"),
+        ("{path}:absent", {}, "no Objective or function 'absent'"),
+        ("{path}:wrong", {}, "returned int; return an Objective"),
+        ("{path}:mine", {"cap": 2.0}, "cap=2.0 means nothing to objective="),
+        ("{path}:ready", {"clip_low": 0.1}, "clip_low=0.1 has no effect"),
+    ],
+)
+def test_an_objective_that_cannot_be_had_is_refused_in_one_line(tmp_path, name, flags, line):
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    with pytest.raises(InputError) as refusal:
+        build(objective=name.format(path=path), **flags)
+    assert line in str(refusal.value) and "\n" not in str(refusal.value)

@@ -13,7 +13,10 @@ from rljax import models
 from rljax.batch import Batch
 from rljax.config import OptimizerSettings
 from rljax.training import state as states
-from rljax.training import update as updates
+from rljax.training.microbatches import count_micro_batches
+from rljax.training.optimizer import learning_rate, make_optimizer
+from rljax.training.scoring import ScoreOptions, make_score
+from rljax.training.update import UpdateOptions, make_update
 
 CONFIG = models.decoder(
     vocab_size=16, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=24, num_experts=4
@@ -41,22 +44,16 @@ def make_batch():
 
 
 def step(objective, mesh, parts=1, batch=None, lora=None, replay=True):
-    optimizer = states.make_optimizer(SETTINGS, 100)
+    optimizer = make_optimizer(SETTINGS, 100)
     params, base = models.init(jax.random.key(0), CONFIG, mesh=mesh), None
     if lora is not None:
         params, base = models.init_adapters(jax.random.key(1), CONFIG, lora, mesh), params
     state = states.create(params, optimizer, objective, mesh)
     state = dataclasses.replace(state, base=base)
-    update = updates.make_update(
-        CONFIG,
-        objective,
-        optimizer,
-        temperature=0.8,
-        max_scored_tokens=6,
-        parts=parts,
-        replay=replay,
-        lora=lora,
+    options = UpdateOptions(
+        temperature=0.8, max_scored_tokens=6, parts=parts, replay=replay, lora=lora
     )
+    update = make_update(CONFIG, objective, optimizer, options)
     with jax.set_mesh(mesh):
         rows, _ = objective.prepare(meshes.shard_rows(batch or make_batch(), mesh))
         state, stats, sums = update(state, rows)
@@ -147,7 +144,7 @@ def test_adapters_train_alone():
 def test_parameters_and_moments_are_split_over_fsdp():
     mesh = meshes.make(fsdp=8)
     params = models.init(jax.random.key(0), CONFIG, mesh=mesh)
-    state = states.create(params, states.make_optimizer(SETTINGS, 100), L.grpo(), mesh)
+    state = states.create(params, make_optimizer(SETTINGS, 100), L.grpo(), mesh)
     moments = state.opt_state[1][0].mu
     for tree in (state.params, moments):
         for leaf in (tree["embed"], tree["stacks"][0][0]["feed_forward"]["gate"]):
@@ -177,10 +174,7 @@ def test_a_batch_without_a_token_to_train_is_skipped():
 def test_the_score_pass_equals_the_update_and_does_not_depend_on_its_cut():
     batch, mesh = make_batch(), one_device()
     params = models.init(jax.random.key(0), CONFIG, mesh=mesh)
-    found = [
-        updates.make_score(CONFIG, temperature=0.8, max_scored_tokens=6, parts=parts)(params, batch)
-        for parts in (1, 4)
-    ]
+    found = [make_score(CONFIG, ScoreOptions(0.8, 6, parts))(params, batch) for parts in (1, 4)]
     logp, entropy = models.token_logprobs(
         params, CONFIG, batch.tokens, None, batch.segments, temperature=0.8
     )
@@ -193,17 +187,22 @@ def test_the_score_pass_equals_the_update_and_does_not_depend_on_its_cut():
 @pytest.mark.parametrize("kind,last", [("constant", 1e-2), ("linear", 1e-3), ("cosine", 1e-3)])
 def test_the_rate_rises_without_an_idle_step_and_falls_as_asked(kind, last):
     settings = OptimizerSettings(learning_rate=1e-2, warmup_steps=5, lr_schedule=kind)
-    rate = states.learning_rate(settings, 50)
+    rate = learning_rate(settings, 50)
     np.testing.assert_allclose([rate(i) for i in range(5)], 1e-2 * np.arange(1, 6) / 5, rtol=1e-5)
     np.testing.assert_allclose(rate(50), last, rtol=1e-5)
 
 
 def test_sizes_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="10 responses of an update do not divide"):
-        updates.micro_batches(10, 4, 0)
-    with pytest.raises(ValueError, match="micro_batch_size=3 must divide the 8"):
-        updates.micro_batches(16, 2, 3)
-    assert updates.micro_batches(16, 2, 2) == 4
+        count_micro_batches(10, 4, 0)
+
+
+def test_micro_batches_hold_at_most_what_is_asked_and_whole_groups():
+    assert count_micro_batches(16, 2, 2) == 4
+    assert count_micro_batches(16, 2, 3) == 4  # 3 does not divide the 8 of a device
+    assert count_micro_batches(16, 2, 0) == count_micro_batches(16, 2, 99) == 1
+    assert count_micro_batches(24, 1, 9, unit=4) == 3  # two groups of four at a time
+    assert count_micro_batches(24, 1, 1, unit=4) == 6  # never less than a group
 
 
 def test_correction_biases_follow_the_load():
@@ -213,16 +212,15 @@ def test_correction_biases_follow_the_load():
     config = models.ModelConfig(16, 16, (models.Stack(blocks, 2),), family="deepseek_v3")
     mesh, objective = one_device(), L.grpo(beta=0.0)
     settings = dataclasses.replace(SETTINGS, weight_decay=0.1)
-    optimizer = states.make_optimizer(settings, 100)
+    optimizer = make_optimizer(settings, 100)
     batch = make_batch().replace(routing=None)
 
     def run(rate):
         params = models.init(jax.random.key(0), config, mesh=mesh)
         params["stacks"][0][1]["feed_forward"]["correction"] += 0.5
         state = states.create(params, optimizer, objective, mesh)
-        update = updates.make_update(
-            config, objective, optimizer, temperature=1.0, max_scored_tokens=6, bias_rate=rate
-        )
+        options = UpdateOptions(1.0, 6, bias_rate=rate)
+        update = make_update(config, objective, optimizer, options)
         with jax.set_mesh(mesh):
             state, _, router = update(state, objective.prepare(meshes.shard_rows(batch, mesh))[0])
         layers = state.params["stacks"][0]
@@ -234,3 +232,25 @@ def test_correction_biases_follow_the_load():
     np.testing.assert_allclose(moved, 0.5 + 0.01 * np.sign(load.mean(1, keepdims=True) - load))
     assert (moved != still).any()
     jax.tree.map(np.testing.assert_array_equal, others, same)
+
+
+def test_rounding_moves_nothing_while_there_is_nothing_to_learn():
+    """All rewards equal, the policy still the reference: the exact gradient of GRPO is 0."""
+    mesh, objective = one_device(), L.grpo(beta=0.04)
+    before = models.init(jax.random.key(0), CONFIG, mesh=mesh)
+    batch = make_batch()
+    score = make_score(CONFIG, ScoreOptions(0.8, 6))
+    alike = batch.replace(
+        rewards=np.ones(B, np.float32), ref_logp=np.asarray(score(before, batch).logp) + 1e-7
+    )
+    state, numbers, _ = step(objective, mesh, batch=alike)
+    jax.tree.map(np.testing.assert_array_equal, state.params, before)
+    assert numbers["policy/held"] == 1
+    assert (int(state.step), int(state.skipped), int(state.skipped_in_row)) == (0, 0, 0)
+    # One advantage is enough to go on.
+    state, numbers, _ = step(objective, mesh, batch=alike.replace(rewards=batch.rewards))
+    assert (int(state.applied), numbers["policy/held"]) == (1, 0)
+    # So is a term that has a gradient without any.
+    bonus = dataclasses.replace(objective, regularisers=(L.kl(0.04), L.entropy_bonus(0.1)))
+    state, numbers, _ = step(bonus, mesh, batch=alike)
+    assert (int(state.applied), numbers["policy/held"]) == (1, 0)
