@@ -23,7 +23,7 @@ from rljax import losses as L
 from rljax import mesh as meshes
 from rljax import models, processes
 from rljax.batch import Batch, Rows
-from rljax.config import Config, ObjectiveSettings, ProcessSettings
+from rljax.config import Config, ProcessSettings
 from rljax.data import (
     TASKS,
     CharTokenizer,
@@ -36,7 +36,6 @@ from rljax.data import (
     model_path,
 )
 from rljax.errors import InputError
-from rljax.losses.base import parts
 from rljax.models import ModelConfig, Params
 from rljax.monitoring import MetricsLog
 from rljax.rewards import Scorer
@@ -49,12 +48,6 @@ from rljax.training.checkpoints import Checkpoints, load_reference, save_referen
 from rljax.training.state import TrainState
 
 _log = logging.getLogger(__name__)
-
-# Settings that add a part to any objective.
-_ADDED = (
-    "truncated_is", "top_entropy", "entropy_coef", "entropy_target", "router_aux_loss_coef",
-    "clip_cov", "kl_cov",
-)  # fmt: skip
 
 _MAY_CHANGE = (
     "run.steps", "run.run_dir", "run.resume", "run.save_every", "run.keep_checkpoints",
@@ -402,7 +395,8 @@ def make_objective(config: Config) -> L.Objective:
     given = {
         f.name: value
         for f in dataclasses.fields(chosen)
-        if f.name not in ("objective", *_ADDED) and (value := getattr(chosen, f.name)) is not None
+        if f.name not in ("objective", *L.SETTINGS)
+        and (value := getattr(chosen, f.name)) is not None
     }
     for name in given:
         if name not in taken:
@@ -425,47 +419,8 @@ def make_objective(config: Config) -> L.Objective:
         given["reward_weights"] = rewards.reward_weights or (1.0,) * len(rewards.rewards)
     if chosen.objective == "dr_grpo":
         given["length"] = longest
-    return _with_additions(build(**given), chosen)
-
-
-def _with_additions(objective: L.Objective, chosen: ObjectiveSettings) -> L.Objective:
-    """The objective with the parts that any may have."""
-    corrections, masks, terms = (
-        list(objective.corrections),
-        list(objective.masks),
-        list(objective.regularisers),
-    )
-    policy = objective.policy
-    if chosen.truncated_is is not None:
-        corrections.append(L.truncated_is(cap=chosen.truncated_is))
-    if chosen.top_entropy is not None:
-        masks.append(L.top_entropy(chosen.top_entropy))
-    if chosen.entropy_target is not None:
-        adaptive = L.adaptive_entropy(chosen.entropy_target)
-        if chosen.entropy_coef is not None:
-            adaptive = dataclasses.replace(adaptive, initial=chosen.entropy_coef)
-        terms.append(adaptive)
-    elif chosen.entropy_coef is not None:
-        terms.append(L.entropy_bonus(chosen.entropy_coef))
-    if chosen.router_aux_loss_coef is not None:
-        terms.append(L.router_balance(chosen.router_aux_loss_coef))
-    if chosen.clip_cov is not None:
-        terms.append(L.clip_cov(fraction=chosen.clip_cov))
-    if chosen.kl_cov is not None:
-        terms.append(L.kl_cov(coef=chosen.kl_cov))
-        if [type(part) for part in parts(policy)] != [L.token_ratio, L.ppo_clip]:
-            raise InputError(
-                f"kl_cov={chosen.kl_cov} takes the place of a clipping window on token ratios, "
-                f"which objective={chosen.objective} does not have; use grpo, dr_grpo or dapo"
-            )
-        policy = L.chain(L.token_ratio(), L.policy_gradient())
-    return dataclasses.replace(
-        objective,
-        policy=policy,
-        corrections=tuple(corrections),
-        masks=tuple(masks),
-        regularisers=tuple(terms),
-    )
+    added = {name: getattr(chosen, name) for name in L.SETTINGS}
+    return build(**given).adding(*L.additional(**added))
 
 
 @dataclasses.dataclass(frozen=True)
