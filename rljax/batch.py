@@ -46,30 +46,30 @@ class Batch(struct.PyTreeNode):
     Only `tokens`, `mask`, `group` and `rewards` are required.
 
     Attributes:
-        tokens: Prompt then response, right-padded; int32 [B, T].
-        mask: True on the policy's own response tokens; False on prompt, tool and observation
-            tokens and on padding. It alone says what trains: no field is rebuilt from a pad id.
-        group: Which prompt a response answers; any integers.
-        rewards: Weighted sum of the reward functions, not yet shaped. NaN excludes the response.
-        scores: What the verifier said; filters look at this. None: the rewards.
-        score_components: Each reward function apart.
-        token_rewards: Per-token rewards; the response's reward is added at its last token.
-        valid: False where scoring failed: excluded everywhere. None: all valid.
-        completion_length: Tokens after the prompt, tool tokens included. None: `mask` summed.
-        truncated: Cut off by the length limit, without an end token. None: none was.
-        positions: Rotary positions. None: 0, 1, 2, ...
-        segments: 1 on tokens, 0 on padding. None: up to the last token of the mask.
-        rollout_logp: Log-probability (nats) by the policy that sampled: the behaviour policy.
-        old_logp: Log-probability by the trainer at the start of the step: the proximal policy.
-        old_entropy: Entropy (nats) of the same distribution as `old_logp`.
-        ref_logp: Log-probability by the frozen reference.
-        teacher_logp: Log-probability by a teacher.
-        values: The critic's values before each token.
-        version: The policy version that sampled each token.
-        bootstrap_value: The critic's value after a truncated response.
-        routing: Experts chosen at rollout, for replay; -1 where unset.
-        support: int32 [B, T, S], the ids that were kept when each token was drawn, -1 where unset,
-            for replay.
+      tokens: Prompt then response, right-padded; int32 [B, T].
+      mask: True on the policy's own response tokens; False on prompt, tool and observation
+        tokens and on padding. It alone says what trains: no field is rebuilt from a pad id.
+      group: Which prompt a response answers; any integers.
+      rewards: Weighted sum of the reward functions, not yet shaped. NaN excludes the response.
+      scores: What the verifier said; filters look at this. None: the rewards.
+      score_components: Each reward function apart.
+      token_rewards: Per-token rewards; the response's reward is added at its last token.
+      valid: False where scoring failed: excluded everywhere. None: all valid.
+      completion_length: Tokens after the prompt, tool tokens included. None: `mask` summed.
+      truncated: Cut off by the length limit, without an end token. None: none was.
+      positions: Rotary positions. None: 0, 1, 2, ...
+      segments: 1 on tokens, 0 on padding. None: up to the last token of the mask.
+      rollout_logp: Log-probability (nats) by the policy that sampled: the behaviour policy.
+      old_logp: Log-probability by the trainer at the start of the step: the proximal policy.
+      old_entropy: Entropy (nats) of the same distribution as `old_logp`.
+      ref_logp: Log-probability by the frozen reference.
+      teacher_logp: Log-probability by a teacher.
+      values: The critic's values before each token.
+      version: The policy version that sampled each token.
+      bootstrap_value: The critic's value after a truncated response.
+      routing: Experts chosen at rollout, for replay; -1 where unset.
+      support: int32 [B, T, S], the ids that were kept when each token was drawn, -1 where unset,
+        for replay.
     """
 
     tokens: Int[Array, "B T"]
@@ -99,7 +99,7 @@ class Batch(struct.PyTreeNode):
         """Refuses fields whose shapes disagree with `tokens`.
 
         Raises:
-            ValueError: The first such field, its shape and the shape it should have.
+          ValueError: The first such field, its shape and the shape it should have.
         """
         shape = jnp.shape(self.tokens)
         if len(shape) != 2:
@@ -126,33 +126,33 @@ class Rows(struct.PyTreeNode):
     responses share one. The static fields say which, so that unpacked rows keep the cheap path.
 
     Attributes:
-        tokens: int32 [R, T].
-        mask: True on the policy's own tokens; structural, never changed.
-        positions: Rotary positions.
-        segments: 0 on padding, else the number of the response within its row, from 1.
-        prefix: The segment that a position sees besides its own, where a prompt is shared; 0 for
-            none. None: nowhere.
-        sequence: The response each position belongs to, -1 for none.
-        group: The prompt each position belongs to (0 .. B-1, in the order of the batch's group
-            numbers), -1 for none.
-        keep: Counts in the denominators. True over a whole kept response, its prompt included.
-        advantages: A, without gradient.
-        weights: w, fixed by the optimizer batch.
-        token_weights: 1 over the kept tokens of the optimizer batch: the weight of entropy,
-            critic and reported averages.
-        correction: c, importance weights and rejections; multiplies the surrogate only.
-        old_logp: By the proximal policy; None: the live policy stands in (see `Objective.loss`).
-        rollout_logp: By the behaviour policy.
-        ref_logp: By the frozen reference.
-        teacher_logp: By a teacher.
-        values: The critic's values at the start of the step.
-        returns: The critic's targets.
-        old_entropy: Entropy (nats) at the start of the step.
-        routing: Experts chosen at rollout, [R, T, layers, k]; -1 where unset.
-        support: int32 [R, T, S], the ids that were kept when each token was drawn, -1 where unset.
-        batch_stats: One mask for each batch-scoped term (see `Objective.with_batch_stats`).
-        max_segments: Static: the most responses in a row; 1 means unpacked.
-        context_axis: Static: the mesh axis over which T is cut inside `shard_map`, if any.
+      tokens: int32 [R, T].
+      mask: True on the policy's own tokens; structural, never changed.
+      positions: Rotary positions.
+      segments: 0 on padding, else the number of the response within its row, from 1.
+      prefix: The segment that a position sees besides its own, where a prompt is shared; 0 for
+        none. None: nowhere.
+      sequence: The response each position belongs to, -1 for none.
+      group: The prompt each position belongs to (0 .. B-1, in the order of the batch's group
+        numbers), -1 for none.
+      keep: Counts in the denominators. True over a whole kept response, its prompt included.
+      advantages: A, without gradient.
+      weights: w, fixed by the optimizer batch.
+      token_weights: 1 over the kept tokens of the optimizer batch: the weight of entropy,
+        critic and reported averages.
+      correction: c, importance weights and rejections; multiplies the surrogate only.
+      old_logp: By the proximal policy; None: the live policy stands in (see `Objective.loss`).
+      rollout_logp: By the behaviour policy.
+      ref_logp: By the frozen reference.
+      teacher_logp: By a teacher.
+      values: The critic's values at the start of the step.
+      returns: The critic's targets.
+      old_entropy: Entropy (nats) at the start of the step.
+      routing: Experts chosen at rollout, [R, T, layers, k]; -1 where unset.
+      support: int32 [R, T, S], the ids that were kept when each token was drawn, -1 where unset.
+      batch_stats: One mask for each batch-scoped term (see `Objective.with_batch_stats`).
+      max_segments: Static: the most responses in a row; 1 means unpacked.
+      context_axis: Static: the mesh axis over which T is cut inside `shard_map`, if any.
     """
 
     tokens: Int[Array, "R T"]
@@ -194,10 +194,10 @@ class Rows(struct.PyTreeNode):
         """Cuts rows, keeping their weights: a micro-batch.
 
         Args:
-            index: Which rows, int [n].
+          index: Which rows, int [n].
 
         Returns:
-            Those rows; adding a loss over such cuts gives the loss of the whole.
+          Those rows; adding a loss over such cuts gives the loss of the whole.
         """
         return jax.tree.map(lambda leaf: leaf[index], self)
 
@@ -209,17 +209,17 @@ class Rows(struct.PyTreeNode):
         Runs on the host. Padding is dropped, so a response needs only its own length.
 
         Args:
-            row_length: Tokens in a packed row.
-            num_rows: Rows to give back, so that shapes do not vary; None: as many as needed.
-            max_segments: The static bound on responses in a row; None: the next power of two of
-                what occurs. Fix it, with num_rows, to keep one compiled shape.
+          row_length: Tokens in a packed row.
+          num_rows: Rows to give back, so that shapes do not vary; None: as many as needed.
+          max_segments: The static bound on responses in a row; None: the next power of two of
+            what occurs. Fix it, with num_rows, to keep one compiled shape.
 
         Returns:
-            The same tokens with the same per-token fields, as packed Rows.
+          The same tokens with the same per-token fields, as packed Rows.
 
         Raises:
-            ValueError: A response is longer than row_length, or the bounds are too small, or the
-                rows are packed already.
+          ValueError: A response is longer than row_length, or the bounds are too small, or the
+            rows are packed already.
         """
         if self.packed:
             raise InputError("rows are packed already: pack the rows that prepare gave")

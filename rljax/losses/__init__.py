@@ -18,6 +18,7 @@ A part of one's own is a frozen dataclass that derives from `Advantage`, `Ratio`
 and has a `__call__`; see `notebooks/losses.ipynb`.
 """
 
+from rljax.losses.additions import SETTINGS, additional
 from rljax.losses.advantages import (
     Advantage,
     batch_whiten,
@@ -31,7 +32,8 @@ from rljax.losses.advantages import (
     teacher_gap,
     uniform,
 )
-from rljax.losses.base import PolicyOutputs, Transform, chain
+from rljax.losses.base import PolicyOutputs, Step, Transform, chain
+from rljax.losses.batch_terms import clip_cov, kl_cov, live_top_entropy
 from rljax.losses.corrections import (
     Correction,
     geometric_mask_is,
@@ -72,15 +74,12 @@ from rljax.losses.ratios import Ratio, sequence_ratio, sequence_token_ratio, tok
 from rljax.losses.regularisers import (
     Regulariser,
     adaptive_entropy,
-    clip_cov,
     entropy_bonus,
     kl,
-    kl_cov,
-    live_top_entropy,
     router_balance,
 )
 from rljax.losses.reports import mismatch, staleness
-from rljax.losses.sequences import Layout
+from rljax.losses.sequences import SequenceLayout
 from rljax.losses.shaping import Shaping, kl_in_reward, soft_overlong
 from rljax.losses.trust_regions import (
     TrustRegion,
@@ -92,6 +91,7 @@ from rljax.losses.trust_regions import (
     policy_gradient,
     ppo_clip,
     sapo_gate,
+    trust_region,
     vespo_weight,
 )
 from rljax.losses.views import describe, table, token_gradient
@@ -105,10 +105,10 @@ from rljax.losses.weights import (
 )
 
 __all__ = [
+    "SETTINGS",
     "Advantage",
     "Correction",
     "Histogram",
-    "Layout",
     "Mask",
     "Max",
     "Mean",
@@ -118,11 +118,14 @@ __all__ = [
     "PolicyOutputs",
     "Ratio",
     "Regulariser",
+    "SequenceLayout",
     "Shaping",
+    "Step",
     "Transform",
     "TrustRegion",
     "Weights",
     "adaptive_entropy",
+    "additional",
     "all_reduce",
     "batch_whiten",
     "chain",
@@ -194,6 +197,7 @@ __all__ = [
     "token_sum",
     "top_entropy",
     "truncated_is",
+    "trust_region",
     "uniform",
     "value_loss",
     "vespo",

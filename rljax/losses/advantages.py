@@ -37,7 +37,7 @@ class uniform(Advantage):
     """The same advantage for every token, whatever the rewards: maximum likelihood at 1.
 
     Args:
-        value: The advantage.
+      value: The advantage.
     """
 
     value: float = 1.0
@@ -61,8 +61,8 @@ class group_normalize(Advantage):
     """A = (R - mean) / (std + eps) of the group (GRPO, arXiv:2402.03300).
 
     Args:
-        eps: Added to the standard deviation.
-        ddof: The variance divides by G - ddof.
+      eps: Added to the standard deviation.
+      ddof: The variance divides by G - ddof.
     """
 
     eps: float = 1e-6
@@ -111,15 +111,15 @@ class gdpo_normalize(Advantage):
     of its own statistics and adds 0. Source: arXiv:2601.05242.
 
     Args:
-        weights: One for each component; None: all 1.
-        eps: Added to each standard deviation.
+      weights: One for each component; None: all 1.
+      eps: Added to each standard deviation.
     """
 
     weights: tuple[float, ...] | None = None
     eps: float = 1e-6
 
     @property
-    def needs(self) -> frozenset[str]:
+    def prepare_needs(self) -> frozenset[str]:
         """The component rewards."""
         return frozenset({"components"})
 
@@ -150,9 +150,9 @@ class batch_whiten(Advantage):
     """Whitens advantages over what trains in the rollout batch.
 
     Args:
-        per: 'token' weighs every token once, 'response' every response.
-        eps: Added to the variance.
-        center: Whether to subtract the mean; False only divides by the standard deviation.
+      per: 'token' weighs every token once, 'response' every response.
+      eps: Added to the variance.
+      center: Whether to subtract the mean; False only divides by the standard deviation.
     """
 
     per: Literal["token", "response"] = "token"
@@ -181,7 +181,7 @@ class returns_to_go(Advantage):
     """A_t = Σ of the rewards from t on, discounted, over the policy's own tokens.
 
     Args:
-        gamma: Discount a token.
+      gamma: Discount a token.
     """
 
     gamma: float = 1.0
@@ -199,10 +199,10 @@ class gae(Advantage):
     mask. The response's reward lands on its last token. Returns, the critic's targets, are A + V.
 
     Args:
-        gamma: Discount a token.
-        lam: Trace decay.
-        truncated: The value after a response cut off by the length limit: 'zero', or 'bootstrap'
-            from `Batch.bootstrap_value`.
+      gamma: Discount a token.
+      lam: Trace decay.
+      truncated: The value after a response cut off by the length limit: 'zero', or 'bootstrap'
+        from `Batch.bootstrap_value`.
     """
 
     gamma: float = 1.0
@@ -214,7 +214,7 @@ class gae(Advantage):
             raise InputError(f"truncated must be 'zero' or 'bootstrap', got {self.truncated!r}")
 
     @property
-    def needs(self) -> frozenset[str]:
+    def prepare_needs(self) -> frozenset[str]:
         """The critic's values."""
         bootstrap = {"bootstrap"} if self.truncated == "bootstrap" else set()
         return frozenset({"values"} | bootstrap)
@@ -245,13 +245,12 @@ class teacher_gap(Advantage):
     scope: ClassVar[Scope] = "token"
 
     @property
-    def needs(self) -> frozenset[str]:
+    def loss_needs(self) -> frozenset[str]:
         """The teacher's log-probabilities."""
         return frozenset({"teacher"})
 
     def __call__(self, draft: Draft) -> Draft:
         """Sets `draft.advantages` to 0 for now."""
-        draft.field("teacher_logp", self)
         return draft.replace(advantages=jnp.zeros_like(draft.rewards))
 
     def live(self, step: Step) -> Step:

@@ -17,10 +17,11 @@ from jaxtyping import Array, Bool, Float, Int
 from rljax.batch import Batch, Rows
 from rljax.errors import InputError
 from rljax.losses.metrics import Mean, Metrics
-from rljax.losses.sequences import Layout
+from rljax.losses.sequences import SequenceLayout
 
 Scope = Literal["token", "sequence", "batch"]
 Anchor = Literal["old", "rollout", "self"]
+Level = Literal["token", "sequence"]
 
 EXPONENT_LIMIT = 20.0
 """Exponents are held within ± this: e²⁰ ≈ 5e8 is past every clip, and e¹²⁰ is past float32."""
@@ -40,6 +41,12 @@ def safe_exp(exponent: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.exp(clamped(exponent))
 
 
+def check_level(level: str) -> None:
+    """Refuses an unknown level."""
+    if level not in ("token", "sequence"):
+        raise InputError(f"level must be 'token' or 'sequence', got {level!r}")
+
+
 def is_traced(*values: Any) -> bool:
     """Whether any value is unknown yet, so that it cannot be judged."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
@@ -49,11 +56,11 @@ class PolicyOutputs(struct.PyTreeNode):
     """What the live policy gives for some rows; only `logp` is always needed.
 
     Attributes:
-        logp: Log-probability (nats) of each token, under the sampling temperature and support.
-        entropy: Entropy (nats) of the same distribution.
-        values: The live critic's values.
-        router: Auxiliary router loss of each token, with the experts' loads taken over the whole
-            optimizer batch and gradient-stopped.
+      logp: Log-probability (nats) of each token, under the sampling temperature and support.
+      entropy: Entropy (nats) of the same distribution.
+      values: The live critic's values.
+      router: Auxiliary router loss of each token, with the experts' loads taken over the whole
+        optimizer batch and gradient-stopped.
     """
 
     logp: Float[Array, "R T"]
@@ -67,20 +74,20 @@ class Draft:
     """A rollout batch on its way through `prepare`; clean: no NaN, absent fields filled in.
 
     Attributes:
-        batch: As given, for the fields that only some transforms want.
-        mask: The policy's own tokens, bool [B, T].
-        inside: Positions that belong to a response (not padding), bool [B, T].
-        valid: Scored, with a finite reward, bool [B].
-        group: Group numbers 0 .. B-1, int32 [B].
-        scores, rewards: f32 [B], 0 where invalid; rewards as shaped so far.
-        length: Completion tokens, int32 [B].
-        truncated: bool [B].
-        keep: Counts in the denominators, bool [B, T]; the whole response, prompt included.
-        token_rewards: f32 [B, T] or None.
-        advantages: f32 [B] as long as one number serves a response, then [B, T].
-        returns: The critic's targets, f32 [B, T] or None.
-        correction: c, f32 [B, T].
-        stats: Metrics so far.
+      batch: As given, for the fields that only some transforms want.
+      mask: The policy's own tokens, bool [B, T].
+      inside: Positions that belong to a response (not padding), bool [B, T].
+      valid: Scored, with a finite reward, bool [B].
+      group: Group numbers 0 .. B-1, int32 [B].
+      scores, rewards: f32 [B], 0 where invalid; rewards as shaped so far.
+      length: Completion tokens, int32 [B].
+      truncated: bool [B].
+      keep: Counts in the denominators, bool [B, T]; the whole response, prompt included.
+      token_rewards: f32 [B, T] or None.
+      advantages: f32 [B] as long as one number serves a response, then [B, T].
+      returns: The critic's targets, f32 [B, T] or None.
+      correction: c, f32 [B, T].
+      stats: Metrics so far.
     """
 
     batch: Batch
@@ -132,28 +139,28 @@ class Step:
     """Rows and the live policy on their way through `loss`; clean: 0 outside the mask.
 
     Attributes:
-        rows: The rows.
-        layout: How sequences lie in them.
-        outputs: What the policy gave.
-        logp: Live log-probabilities, 0 outside the mask, f32 [R, T].
-        advantages: A, f32 [R, T], without gradient.
-        state: Traced coefficients of the terms that keep state.
-        log_ratio: log of the ratio, f32 [R, T] or [R, 1] where one serves a row; None before any.
-        counts: Whether ratio and clipping are reported for each token or each sequence.
-        surrogate: J, f32 [R, T]; None before a trust region has set it.
-        gate: Live gradient-stopped factors on J, or None.
-        clipped_low, clipped_high: Where the trust region took the gradient away, or None.
-        stats: Further metrics by name.
+      rows: The rows.
+      layout: How sequences lie in them.
+      outputs: What the policy gave.
+      logp: Live log-probabilities, 0 outside the mask, f32 [R, T].
+      advantages: A, f32 [R, T], without gradient.
+      state: The state of the regulariser at work; empty for one that keeps none.
+      log_ratio: log of the ratio, f32 [R, T] or [R, 1] where one serves a row; None before any.
+      counts: Whether ratio and clipping are reported for each token or each sequence.
+      surrogate: J, f32 [R, T]; None before a trust region has set it.
+      gate: Live gradient-stopped factors on J, or None.
+      clipped_low, clipped_high: Where the trust region took the gradient away, or None.
+      stats: Further metrics by name.
     """
 
     rows: Rows
-    layout: Layout
+    layout: SequenceLayout
     outputs: PolicyOutputs
     logp: Float[Array, "R T"]
     advantages: Float[Array, "R T"]
     state: dict[str, Array]
     log_ratio: Float[Array, "R _"] | None = None
-    counts: Literal["token", "sequence"] = "token"
+    counts: Level = "token"
     surrogate: Float[Array, "R T"] | None = None
     gate: Float[Array, "R _"] | None = None
     clipped_low: Bool[Array, "R _"] | None = None
@@ -200,16 +207,14 @@ class Step:
         """Tokens that train and count."""
         return self.rows.mask & self.rows.keep
 
-    def counter(self, counts: Literal["token", "sequence"]) -> Float[Array, "R T"]:
+    def counter(self, counts: Level) -> Float[Array, "R T"]:
         """Weights that count one for each kept token, or one for each kept sequence."""
         kept = self.counted().astype(jnp.float32)
         if counts == "token":
             return kept
         return kept / jnp.maximum(self.layout.totals(kept), 1.0)
 
-    def note(
-        self, name: str, where: Bool[Array, "R _"], counts: Literal["token", "sequence"]
-    ) -> "Step":
+    def note(self, name: str, where: Bool[Array, "R _"], counts: Level) -> "Step":
         """Reports the fraction of tokens, or of sequences, for which something holds."""
         return self.replace(stats={**self.stats, name: Mean.of(where, self.counter(counts))})
 
@@ -252,19 +257,35 @@ class Transform:
     """Base of all transforms.
 
     Attributes:
-        scope: What one result depends on: its token, its sequence, or the whole batch.
-        couples_tokens: Whether a token's surrogate has a gradient at its sequence's other tokens.
-        gates_tokens: Whether it may take single tokens out of a sequence's surrogate.
+      scope: What one result depends on: its token, its sequence, or the whole batch.
+      gates_tokens: Whether it may take single tokens out of a sequence's surrogate. Of masks,
+        corrections and regularisers; for the policy half it is found out (see `coupling`).
     """
 
     scope: ClassVar[Scope] = "token"
-    couples_tokens: ClassVar[bool] = False
     gates_tokens: ClassVar[bool] = False
 
     @property
-    def needs(self) -> frozenset[str]:
-        """What must be supplied for it (see `Objective.needs`)."""
+    def prepare_needs(self) -> frozenset[str]:
+        """What `prepare` reads for it (see `Objective.needs`)."""
         return frozenset()
+
+    @property
+    def loss_needs(self) -> frozenset[str]:
+        """What `loss` reads for it (see `Objective.needs`)."""
+        return frozenset()
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What must be supplied for it, in either half."""
+        return self.prepare_needs | self.loss_needs
+
+    def for_sequences(self) -> "Transform | None":
+        """The form that judges whole sequences, for a policy half that couples their tokens.
+
+        None if there is no such form; itself where it does not judge single tokens.
+        """
+        return None if self.gates_tokens else self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,9 +301,14 @@ class Chain(Transform):
         return x
 
     @property
-    def needs(self) -> frozenset[str]:
-        """What any of them needs."""
-        return frozenset().union(*(t.needs for t in self.transforms))
+    def prepare_needs(self) -> frozenset[str]:
+        """What `prepare` reads for any of them."""
+        return frozenset().union(*(t.prepare_needs for t in self.transforms))
+
+    @property
+    def loss_needs(self) -> frozenset[str]:
+        """What `loss` reads for any of them."""
+        return frozenset().union(*(t.loss_needs for t in self.transforms))
 
     def __repr__(self) -> str:
         return f"chain({', '.join(map(repr, self.transforms))})"
@@ -292,10 +318,10 @@ def chain(*transforms: Any) -> Chain:
     """Applies transforms one after another: of advantages, or of the policy half.
 
     Args:
-        *transforms: In the order in which they act.
+      *transforms: In the order in which they act.
 
     Returns:
-        One transform.
+      One transform.
     """
     return Chain(parts(*transforms))
 

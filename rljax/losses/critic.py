@@ -18,10 +18,10 @@ class value_loss(Transform):
     step); the targets are `Rows.returns`, from `gae`.
 
     Args:
-        clip: How far V may move from its old value before its error counts as clipped; None: no
-            clipping.
-        coef: Coefficient of the loss.
-        weights: 'token' for a mean over kept tokens, 'policy' for the objective's own weights.
+      clip: How far V may move from its old value before its error counts as clipped; None: no
+        clipping.
+      coef: Coefficient of the loss.
+      weights: 'token' for a mean over kept tokens, 'policy' for the objective's own weights.
     """
 
     clip: float | None = 0.2
@@ -29,7 +29,7 @@ class value_loss(Transform):
     weights: Literal["policy", "token"] = "token"
 
     @property
-    def needs(self) -> frozenset[str]:
+    def loss_needs(self) -> frozenset[str]:
         """The critic's values."""
         return frozenset({"values"})
 

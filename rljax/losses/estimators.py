@@ -28,12 +28,12 @@ def kl_estimate(
     """Estimates KL(π‖ref) for each token, with its gradient.
 
     Args:
-        logp: log π of the sampled tokens, nats.
-        ref: log ref of the same tokens.
-        estimator: 'k1', 'k2' or 'k3'; k3's difference is held within ±20, with gradient 0 beyond.
+      logp: log π of the sampled tokens, nats.
+      ref: log ref of the same tokens.
+      estimator: 'k1', 'k2' or 'k3'; k3's difference is held within ±20, with gradient 0 beyond.
 
     Returns:
-        One estimate a token, nats.
+      One estimate a token, nats.
     """
     difference = logp - ref
     if estimator == "k1":

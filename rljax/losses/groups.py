@@ -15,11 +15,11 @@ class Stats:
     """What a group knows, given back to each of its members; f32 [B].
 
     Attributes:
-        count: Valid members.
-        mean: Of the valid members; 0 if there are none.
-        centered: Value minus mean; exactly 0 where invalid or where the group has no spread.
-        std: Of the valid members, 0 without spread.
-        equal: No spread among the valid members (so also with one or none), bool.
+      count: Valid members.
+      mean: Of the valid members; 0 if there are none.
+      centered: Value minus mean; exactly 0 where invalid or where the group has no spread.
+      std: Of the valid members, 0 without spread.
+      equal: No spread among the valid members (so also with one or none), bool.
     """
 
     count: Float[Array, " B"]
@@ -45,13 +45,13 @@ def statistics(
     """Group statistics of the valid members.
 
     Args:
-        values: One number a response; anything where invalid.
-        valid: Which to count.
-        group: Group numbers 0 .. B-1.
-        ddof: The variance divides by count - ddof (at least 1).
+      values: One number a response; anything where invalid.
+      valid: Which to count.
+      group: Group numbers 0 .. B-1.
+      ddof: The variance divides by count - ddof (at least 1).
 
     Returns:
-        The statistics of each member's group.
+      The statistics of each member's group.
     """
     values = jnp.where(valid, values, 0.0)
     weights = valid.astype(jnp.float32)
@@ -80,13 +80,13 @@ def whiten(
     Without spread the result is 0; a single entry has its variance taken as 1.
 
     Args:
-        x: Any shape; anything outside the mask.
-        mask: What to count and to scale.
-        eps: Added to the variance.
-        center: Whether to subtract the mean first.
+      x: Any shape; anything outside the mask.
+      mask: What to count and to scale.
+      eps: Added to the variance.
+      center: Whether to subtract the mean first.
 
     Returns:
-        The whitened entries.
+      The whitened entries.
     """
     x = jnp.where(mask, x, 0.0)
     count = mask.sum().astype(jnp.float32)
@@ -100,18 +100,22 @@ def whiten(
     return jnp.where(mask, scaled * jax.lax.rsqrt(variance + eps), 0.0)
 
 
+def whole_share(count: Int[Array, ""], share: float) -> Int[Array, ""]:
+    """A share of a count, rounded down to a whole number, at least 1."""
+    return jnp.maximum(jnp.floor(share * count + 1e-4).astype(jnp.int32), 1)
+
+
 def top_share(x: Float[Array, "..."], mask: Bool[Array, "..."], share: float) -> Bool[Array, "..."]:
     """The largest entries of the mask: a share of them, at least one; ties at the edge all in.
 
     Args:
-        x: Any shape; anything outside the mask.
-        mask: What to rank.
-        share: Share of the masked entries to take, rounded down to whole ones.
+      x: Any shape; anything outside the mask.
+      mask: What to rank.
+      share: Share of the masked entries to take, rounded down to whole ones.
 
     Returns:
-        True on the entries taken.
+      True on the entries taken.
     """
-    number = mask.sum()
-    taken = jnp.maximum(jnp.floor(share * number + 1e-4).astype(jnp.int32), 1)
+    taken = whole_share(mask.sum(), share)
     ranked = jnp.sort(jnp.where(mask, x, -jnp.inf).reshape(-1), descending=True)
     return mask & (x >= ranked[taken - 1])

@@ -25,8 +25,8 @@ class Mean(struct.PyTreeNode):
     """A weighted mean, kept as numerator and denominator.
 
     Attributes:
-        numerator: Σ weight·x; f32 scalar.
-        denominator: Σ weight; f32 scalar.
+      numerator: Σ weight·x; f32 scalar.
+      denominator: Σ weight; f32 scalar.
     """
 
     numerator: Float[Array, ""]
@@ -105,12 +105,12 @@ class Moments(struct.PyTreeNode):
     Merged by Chan's pairwise formula, which does not cancel as sums of squares do.
 
     Attributes:
-        count: Entries counted; f32 scalar, like all below.
-        x, y: Means.
-        xx, yy, xy: Σ of the products of deviations from the means.
-        report: Static: what `finish` gives: 'std' (of x, dividing by count - 1), 'pearson'
-            (correlation of x and y), 'ess' (effective sample size of weights x, as a fraction of
-            the count) or 'explained_variance' (1 - var(y) / var(x), x targets and y errors).
+      count: Entries counted; f32 scalar, like all below.
+      x, y: Means.
+      xx, yy, xy: Σ of the products of deviations from the means.
+      report: Static: what `finish` gives: 'std' (of x, dividing by count - 1), 'pearson'
+        (correlation of x and y), 'ess' (effective sample size of weights x, as a fraction of
+        the count) or 'explained_variance' (1 - var(y) / var(x), x targets and y errors).
     """
 
     count: Float[Array, ""]
@@ -192,8 +192,8 @@ class Histogram(struct.PyTreeNode):
     """Counts between fixed edges; what lies outside falls into the first or last bin.
 
     Attributes:
-        counts: f32 [bins].
-        edges: Static: bins + 1 rising numbers.
+      counts: f32 [bins].
+      edges: Static: bins + 1 rising numbers.
     """
 
     counts: Float[Array, " bins"]
@@ -244,10 +244,10 @@ def merge(*parts: Mapping[str, Metric]) -> Metrics:
     """Puts metrics of several parts together; names may be missing from some.
 
     Args:
-        *parts: Metrics by name, e.g. of each micro-batch.
+      *parts: Metrics by name, e.g. of each micro-batch.
 
     Returns:
-        The metrics of the whole.
+      The metrics of the whole.
     """
     whole: Metrics = {}
     for part in parts:
@@ -260,11 +260,11 @@ def all_reduce(metrics: Mapping[str, Metric], axis: str) -> Metrics:
     """Puts the metrics of a mesh axis together, inside `shard_map`.
 
     Args:
-        metrics: Each device's own.
-        axis: The mesh axis.
+      metrics: Each device's own.
+      axis: The mesh axis.
 
     Returns:
-        The metrics of the whole, the same on every device.
+      The metrics of the whole, the same on every device.
     """
     return {name: metric.all_reduce(axis) for name, metric in metrics.items()}
 
@@ -273,11 +273,11 @@ def finish(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Divides, once, on the host.
 
     Args:
-        metrics: Merged metrics by name.
+      metrics: Merged metrics by name.
 
     Returns:
-        Plain numbers by name, in the order of names. A metric that counted nothing is left out
-        rather than reported as 0 or NaN (the clipped tokens' probability when none was clipped).
+      Plain numbers by name, in the order of names. A metric that counted nothing is left out
+      rather than reported as 0 or NaN (the clipped tokens' probability when none was clipped).
     """
     values: dict[str, float] = {}
     for name, metric in sorted(jax.device_get(dict(metrics)).items()):

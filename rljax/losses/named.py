@@ -2,10 +2,12 @@
 
 Every docstring gives the objective J (maximised, for each token t of response i), where the
 defaults come from, and what the caller supplies in the batch. r = π/π_old, μ is the policy that
-sampled, ρ = π_old/μ, sg stops the gradient, |y| counts a response's own tokens.
+sampled, ρ = π_old/μ, sg stops the gradient, |y| counts a response's own tokens. The keyword
+arguments that most of them share are described in `rljax.losses.keywords.Keywords`.
 """
 
 import math
+from inspect import Parameter
 
 from rljax.errors import InputError
 from rljax.losses.advantages import (
@@ -13,7 +15,6 @@ from rljax.losses.advantages import (
     gae,
     gdpo_normalize,
     group_center,
-    group_normalize,
     leave_one_out,
     mean_normalize,
     returns_to_go,
@@ -23,12 +24,11 @@ from rljax.losses.advantages import (
 from rljax.losses.base import chain
 from rljax.losses.corrections import truncated_is
 from rljax.losses.critic import value_loss
-from rljax.losses.estimators import Estimator
+from rljax.losses.keywords import Keywords, named
 from rljax.losses.masks import drop_zero_variance
 from rljax.losses.masks import mask_truncated as drop_truncated
 from rljax.losses.objective import Objective
 from rljax.losses.ratios import sequence_ratio, sequence_token_ratio, token_ratio
-from rljax.losses.regularisers import kl
 from rljax.losses.shaping import kl_in_reward, soft_overlong
 from rljax.losses.trust_regions import (
     cispo_weight,
@@ -37,7 +37,6 @@ from rljax.losses.trust_regions import (
     gmpo_clip,
     off_policy_mask,
     policy_gradient,
-    ppo_clip,
     sapo_gate,
     vespo_weight,
 )
@@ -53,63 +52,34 @@ def supervised() -> Objective:
     return Objective(uniform(1.0), policy_gradient(), token_mean())
 
 
-def grpo(
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    beta: float = 0.04,
-    kl_estimator: Estimator = "k3",
-    kl_unbiased: bool = False,
-    advantage_eps: float = 1e-6,
-) -> Objective:
+@named(0.2, 0.2, beta=0.04)
+def grpo(k: Keywords) -> Objective:
     """Group relative policy optimization (DeepSeekMath, arXiv:2402.03300).
 
     J = min(r_t·A, clip(r_t)·A) - β·k3(π, ref), A = (R - mean)/(std + eps) of the prompt's
     responses; every response weighs the same: 1/(B·|y|). Defaults: ε 0.2, β 0.04.
     Supply old_logp, and ref_logp unless beta is 0; at least 2 responses a prompt.
     """
-    return Objective(
-        advantage=group_normalize(advantage_eps),
-        policy=chain(token_ratio(), ppo_clip(clip_low, clip_high, dual_clip)),
-        weights=sequence_mean(),
-        regularisers=_kl(beta, kl_estimator, kl_unbiased),
-    )
+    return k.objective(k.normalize, chain(token_ratio(), k.window), sequence_mean())
 
 
-def dr_grpo(
-    length: float,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    beta: float = 0.0,
-    kl_estimator: Estimator = "k3",
-    kl_unbiased: bool = False,
-) -> Objective:
+@named(0.2, 0.2, eps=False)
+def dr_grpo(k: Keywords, length: float) -> Objective:
     """GRPO done right: without its length and difficulty biases (arXiv:2503.20783).
 
     J = min(r_t·A, clip(r_t)·A), A = R - mean of the prompt's responses; every token weighs the
     same, 1/(B·L) with the constant L = length, the generation budget.
     Supply old_logp; at least 2 responses a prompt.
     """
-    return Objective(
-        advantage=group_center(),
-        policy=chain(token_ratio(), ppo_clip(clip_low, clip_high, dual_clip)),
-        weights=constant(length),
-        regularisers=_kl(beta, kl_estimator, kl_unbiased),
-    )
+    return k.objective(group_center(), chain(token_ratio(), k.window), constant(length))
 
 
+@named(0.2, 0.28)
 def dapo(
+    k: Keywords,
     overlong_max: int | None = None,
     overlong_cache: int | None = None,
     mask_truncated: bool = True,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    dual_clip: float | None = None,
-    beta: float = 0.0,
-    kl_estimator: Estimator = "k3",
-    kl_unbiased: bool = False,
-    advantage_eps: float = 1e-6,
 ) -> Objective:
     """Decoupled clip and dynamic sampling (DAPO, arXiv:2503.14476).
 
@@ -125,25 +95,13 @@ def dapo(
             f"{overlong_cache}: give both or neither"
         )
     penalty = () if overlong_max is None else (soft_overlong(overlong_max, overlong_cache or 0),)
-    return Objective(
-        advantage=group_normalize(advantage_eps),
-        policy=chain(token_ratio(), ppo_clip(clip_low, clip_high, dual_clip)),
-        weights=token_mean(),
-        shaping=penalty,
-        masks=(*((drop_truncated(),) if mask_truncated else ()), drop_zero_variance()),
-        regularisers=_kl(beta, kl_estimator, kl_unbiased),
-    )
+    masks = (*((drop_truncated(),) if mask_truncated else ()), drop_zero_variance())
+    policy = chain(token_ratio(), k.window)
+    return k.objective(k.normalize, policy, token_mean(), shaping=penalty, masks=masks)
 
 
-def gspo(
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-    dual_clip: float | None = None,
-    beta: float = 0.0,
-    kl_estimator: Estimator = "k3",
-    kl_unbiased: bool = False,
-    advantage_eps: float = 1e-6,
-) -> Objective:
+@named(3e-4, 4e-4)
+def gspo(k: Keywords) -> Objective:
     """Group sequence policy optimization (arXiv:2507.18071).
 
     J = min(s·A, clip(s)·A) with one ratio for the response, s = exp(mean_t log r_t), and GRPO's A;
@@ -151,66 +109,33 @@ def gspo(
     responses; small ones move further a step and need a wider one.
     Supply old_logp; at least 2 responses a prompt.
     """
-    return Objective(
-        advantage=group_normalize(advantage_eps),
-        policy=chain(sequence_ratio(), ppo_clip(clip_low, clip_high, dual_clip)),
-        weights=sequence_mean(),
-        regularisers=_kl(beta, kl_estimator, kl_unbiased),
-    )
+    return k.objective(k.normalize, chain(sequence_ratio(), k.window), sequence_mean())
 
 
-def gspo_token(
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-    dual_clip: float | None = None,
-    beta: float = 0.0,
-    kl_estimator: Estimator = "k3",
-    kl_unbiased: bool = False,
-    advantage_eps: float = 1e-6,
-) -> Objective:
+@named(3e-4, 4e-4)
+def gspo_token(k: Keywords) -> Objective:
     """GSPO with a gradient of each token's own (arXiv:2507.18071, section 4.3).
 
     J = min(s_t·A_t, clip(s_t)·A_t), s_t = sg(s)·π_t/sg(π_t): the value of the response's ratio.
     Its gradient equals GSPO's where A is the same all along a response.
     Supply old_logp; at least 2 responses a prompt.
     """
-    return Objective(
-        advantage=group_normalize(advantage_eps),
-        policy=chain(sequence_token_ratio(), ppo_clip(clip_low, clip_high, dual_clip)),
-        weights=sequence_mean(),
-        regularisers=_kl(beta, kl_estimator, kl_unbiased),
-    )
+    return k.objective(k.normalize, chain(sequence_token_ratio(), k.window), sequence_mean())
 
 
-def cispo(
-    cap: float = 5.0,
-    beta: float = 0.0,
-    kl_estimator: Estimator = "k3",
-    kl_unbiased: bool = False,
-    advantage_eps: float = 1e-6,
-) -> Objective:
+@named()
+def cispo(k: Keywords, cap: float = 5.0) -> Objective:
     """Clipped importance-sampling weights (CISPO, MiniMax-M1, arXiv:2506.13585).
 
     J = sg(min(r_t, cap))·A·log π_t, a mean over the batch's tokens: a large ratio bounds a token's
     weight and never drops it. cap is absolute, 5.0 and not 1 + ε; there is no lower bound.
     Supply old_logp; at least 2 responses a prompt.
     """
-    return Objective(
-        advantage=group_normalize(advantage_eps),
-        policy=chain(token_ratio(), cispo_weight(cap)),
-        weights=token_mean(),
-        regularisers=_kl(beta, kl_estimator, kl_unbiased),
-    )
+    return k.objective(k.normalize, chain(token_ratio(), cispo_weight(cap)), token_mean())
 
 
-def gmpo(
-    clip_low: float = 0.4,
-    clip_high: float = 0.4,
-    beta: float = 0.0,
-    kl_estimator: Estimator = "k3",
-    kl_unbiased: bool = False,
-    advantage_eps: float = 1e-6,
-) -> Objective:
+@named(0.4, 0.4, dual=False)
+def gmpo(k: Keywords) -> Objective:
     """Geometric-mean policy optimization (arXiv:2507.20673).
 
     J = A·exp(mean_t of log r_t, each held below clip_high where A > 0 and above -clip_low where
@@ -218,110 +143,61 @@ def gmpo(
     resembles, clips after the mean.
     Supply old_logp; at least 2 responses a prompt.
     """
-    return Objective(
-        advantage=group_normalize(advantage_eps),
-        policy=chain(token_ratio(), gmpo_clip(clip_low, clip_high)),
-        weights=sequence_mean(),
-        regularisers=_kl(beta, kl_estimator, kl_unbiased),
-    )
+    policy = chain(token_ratio(), gmpo_clip(k.clip_low, k.clip_high))
+    return k.objective(k.normalize, policy, sequence_mean())
 
 
-def sapo(
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
-    beta: float = 0.0,
-    kl_estimator: Estimator = "k3",
-    kl_unbiased: bool = False,
-    advantage_eps: float = 1e-6,
-) -> Objective:
+@named()
+def sapo(k: Keywords, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Objective:
     """Soft adaptive policy optimization (arXiv:2511.20347).
 
     J = (4/τ)·σ(τ(r_t - 1))·A, τ = tau_pos where A > 0 and tau_neg elsewhere; every response weighs
     the same. The gate fades where PPO's clip cuts. Defaults: 1 and 1.05.
     Supply old_logp; at least 2 responses a prompt.
     """
-    return Objective(
-        advantage=group_normalize(advantage_eps),
-        policy=chain(token_ratio(), sapo_gate(tau_pos, tau_neg)),
-        weights=sequence_mean(),
-        regularisers=_kl(beta, kl_estimator, kl_unbiased),
-    )
+    policy = chain(token_ratio(), sapo_gate(tau_pos, tau_neg))
+    return k.objective(k.normalize, policy, sequence_mean())
 
 
-def rloo(
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    beta: float = 0.0,
-    kl_estimator: Estimator = "k3",
-    kl_unbiased: bool = False,
-) -> Objective:
+@named(0.2, 0.2, eps=False)
+def rloo(k: Keywords) -> Objective:
     """REINFORCE leave-one-out (arXiv:2402.14740).
 
     J = min(s·A, clip(s)·A) with s = Π_t r_t, the ratio of the whole response, and A = R - mean of
     the prompt's other responses; every response weighs once, 1/B. Default ε 0.2.
     Supply old_logp; at least 2 responses a prompt.
     """
-    return Objective(
-        advantage=leave_one_out(),
-        policy=chain(sequence_ratio(normalize=False), ppo_clip(clip_low, clip_high, dual_clip)),
-        weights=sequence_mean(),
-        regularisers=_kl(beta, kl_estimator, kl_unbiased),
-    )
+    policy = chain(sequence_ratio(normalize=False), k.window)
+    return k.objective(leave_one_out(), policy, sequence_mean())
 
 
-def reinforce_plus_plus(
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    beta: float = 0.0,
-    kl_estimator: Estimator = "k1",
-    gamma: float = 1.0,
-) -> Objective:
+@named(0.2, 0.2, eps=False, kl_estimator="k1", kl_unbiased=Parameter.empty)
+def reinforce_plus_plus(k: Keywords, *, gamma: float = 1.0) -> Objective:
     """REINFORCE++ (arXiv:2501.03262).
 
     J = min(r_t·A_t, clip(r_t)·A_t), A_t the returns to go of the token rewards, -β·k1 to the
     reference each and R at the last, whitened over the rollout batch's tokens; a mean over tokens.
     Supply old_logp, and ref_logp unless beta is 0. One response a prompt is enough.
     """
-    return Objective(
-        advantage=chain(returns_to_go(gamma), batch_whiten(per="token")),
-        policy=chain(token_ratio(), ppo_clip(clip_low, clip_high, dual_clip)),
-        weights=token_mean(),
-        shaping=(kl_in_reward(beta, kl_estimator),) if beta else (),
-    )
+    penalty = (kl_in_reward(k.beta, k.kl_estimator),) if k.beta else ()
+    advantage = chain(returns_to_go(gamma), batch_whiten(per="token"))
+    return Objective(advantage, chain(token_ratio(), k.window), token_mean(), shaping=penalty)
 
 
-def reinforce_plus_plus_baseline(
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    beta: float = 0.0,
-    kl_estimator: Estimator = "k2",
-    kl_unbiased: bool = False,
-) -> Objective:
+@named(0.2, 0.2, eps=False, kl_estimator="k2")
+def reinforce_plus_plus_baseline(k: Keywords) -> Objective:
     """REINFORCE++ with a group baseline (arXiv:2501.03262).
 
     J = min(r_t·A, clip(r_t)·A) - β·k2(π, ref), A = R - mean of the prompt's responses, whitened
     over the rollout batch's tokens; a mean over tokens.
     Supply old_logp, and ref_logp unless beta is 0; at least 2 responses a prompt.
     """
-    return Objective(
-        advantage=chain(group_center(), batch_whiten(per="token")),
-        policy=chain(token_ratio(), ppo_clip(clip_low, clip_high, dual_clip)),
-        weights=token_mean(),
-        regularisers=_kl(beta, kl_estimator, kl_unbiased),
-    )
+    advantage = chain(group_center(), batch_whiten(per="token"))
+    return k.objective(advantage, chain(token_ratio(), k.window), token_mean())
 
 
-def minirl(
-    clip_low: float = 0.2,
-    clip_high: float = 0.27,
-    cap: float = 5.0,
-    beta: float = 0.0,
-    kl_estimator: Estimator = "k3",
-    kl_unbiased: bool = False,
-) -> Objective:
+@named(0.2, 0.27, dual=False, eps=False)
+def minirl(k: Keywords, *, cap: float = 5.0) -> Objective:
     """MiniRL, the first-order approximation made plain (arXiv:2512.01374).
 
     J = M·sg(min(π_t/μ_t, cap))·A·log π_t, A = R - mean of the prompt's responses; M drops tokens
@@ -329,20 +205,13 @@ def minirl(
     number of responses. Defaults: window 0.2/0.27, cap 5.
     Supply old_logp and rollout_logp; at least 2 responses a prompt.
     """
-    return Objective(
-        advantage=group_center(),
-        policy=chain(token_ratio("rollout"), cispo_weight(cap), clip_mask(clip_low, clip_high)),
-        weights=constant(1),
-        regularisers=_kl(beta, kl_estimator, kl_unbiased),
-    )
+    gate = clip_mask(k.clip_low, k.clip_high)
+    policy = chain(token_ratio("rollout"), cispo_weight(cap), gate)
+    return k.objective(group_center(), policy, constant(1))
 
 
-def scalerl(
-    cap: float = 5.0,
-    beta: float = 0.0,
-    kl_estimator: Estimator = "k3",
-    kl_unbiased: bool = False,
-) -> Objective:
+@named(eps=False)
+def scalerl(k: Keywords, cap: float = 5.0) -> Objective:
     """The loss of the ScaleRL recipe (arXiv:2510.13786).
 
     J = sg(min(π_t/μ_t, cap))·A·log π_t, A = R - mean of the prompt's responses, divided by the
@@ -351,23 +220,13 @@ def scalerl(
     drawn again, and logits are float32.
     Supply rollout_logp; at least 2 responses a prompt.
     """
-    return Objective(
-        advantage=chain(group_center(), batch_whiten(per="response", center=False)),
-        policy=chain(token_ratio("rollout"), cispo_weight(cap)),
-        weights=prompt_mean(),
-        masks=(drop_zero_variance(),),
-        regularisers=_kl(beta, kl_estimator, kl_unbiased),
-    )
+    advantage = chain(group_center(), batch_whiten(per="response", center=False))
+    policy = chain(token_ratio("rollout"), cispo_weight(cap))
+    return k.objective(advantage, policy, prompt_mean(), masks=drop_zero_variance())
 
 
-def dppo(
-    delta: float = 0.15,
-    cap: float = 20.0,
-    beta: float = 0.0,
-    kl_estimator: Estimator = "k3",
-    kl_unbiased: bool = False,
-    advantage_eps: float = 1e-6,
-) -> Objective:
+@named()
+def dppo(k: Keywords, delta: float = 0.15, cap: float = 20.0) -> Objective:
     """Divergence proximal policy optimization (arXiv:2602.04879).
 
     J = sg(min(π_t/μ_t, cap))·A·log π_t, a token dropped where A > 0 and π_t - μ_t > δ, or A < 0
@@ -375,24 +234,12 @@ def dppo(
     and too lax with common ones. A mean over tokens. Defaults: δ 0.15, cap 20.
     Supply rollout_logp; at least 2 responses a prompt.
     """
-    return Objective(
-        advantage=group_normalize(advantage_eps),
-        policy=chain(token_ratio("rollout"), cispo_weight(cap), dppo_tv(delta, delta)),
-        weights=token_mean(),
-        regularisers=_kl(beta, kl_estimator, kl_unbiased),
-    )
+    policy = chain(token_ratio("rollout"), cispo_weight(cap), dppo_tv(delta, delta))
+    return k.objective(k.normalize, policy, token_mean())
 
 
-def decoupled_ppo(
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    cap: float = math.inf,
-    beta: float = 0.0,
-    kl_estimator: Estimator = "k3",
-    kl_unbiased: bool = False,
-    advantage_eps: float = 1e-6,
-) -> Objective:
+@named(0.2, 0.2)
+def decoupled_ppo(k: Keywords, *, cap: float = math.inf) -> Objective:
     """PPO with the proximal policy set apart from the behaviour policy (arXiv:2110.00641).
 
     J = sg(π_old/μ)·min(r_t·A, clip(r_t)·A), r = π/π_old: nothing but `ppo_clip` with an importance
@@ -400,25 +247,12 @@ def decoupled_ppo(
     over tokens.
     Supply old_logp (of the proximal policy) and rollout_logp; at least 2 responses a prompt.
     """
-    return Objective(
-        advantage=group_normalize(advantage_eps),
-        policy=chain(token_ratio(), ppo_clip(clip_low, clip_high, dual_clip)),
-        weights=token_mean(),
-        corrections=(truncated_is(cap),),
-        regularisers=_kl(beta, kl_estimator, kl_unbiased),
-    )
+    policy = chain(token_ratio(), k.window)
+    return k.objective(k.normalize, policy, token_mean(), corrections=truncated_is(cap))
 
 
-def deepseek_v32(
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    delta: float = 0.5,
-    beta: float = 0.0,
-    kl_estimator: Estimator = "k3",
-    kl_unbiased: bool = True,
-    advantage_eps: float = 1e-6,
-) -> Objective:
+@named(0.2, 0.2, kl_unbiased=True)
+def deepseek_v32(k: Keywords, *, delta: float = 0.5) -> Objective:
     """GRPO as DeepSeek-V3.2 stabilises it (arXiv:2512.02556, section 3.1).
 
     J = M·min(r_t·A, clip(r_t)·A) - β·r_t·k3(π, ref): the live ratio, with its gradient, makes the
@@ -427,48 +261,23 @@ def deepseek_v32(
     the trainer.
     Supply old_logp and rollout_logp, and ref_logp unless beta is 0; at least 2 responses a prompt.
     """
-    return Objective(
-        advantage=group_normalize(advantage_eps),
-        policy=chain(
-            token_ratio(), ppo_clip(clip_low, clip_high, dual_clip), off_policy_mask(delta)
-        ),
-        weights=sequence_mean(),
-        regularisers=_kl(beta, kl_estimator, kl_unbiased),
-    )
+    policy = chain(token_ratio(), k.window, off_policy_mask(delta))
+    return k.objective(k.normalize, policy, sequence_mean())
 
 
-def maxrl(
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    beta: float = 0.0,
-    kl_estimator: Estimator = "k3",
-    kl_unbiased: bool = False,
-) -> Objective:
+@named(0.2, 0.2, eps=False)
+def maxrl(k: Keywords) -> Objective:
     """Maximum-likelihood reinforcement learning (MaxRL, arXiv:2602.02710).
 
     J = min(r_t·A, clip(r_t)·A), A = (R - mean)/mean of the prompt's responses, 0 where the mean is
     0: hard prompts weigh more, as under log-likelihood of success. A mean over tokens.
     Supply old_logp and rewards of at least 0; at least 2 responses a prompt.
     """
-    return Objective(
-        advantage=mean_normalize(),
-        policy=chain(token_ratio(), ppo_clip(clip_low, clip_high, dual_clip)),
-        weights=token_mean(),
-        regularisers=_kl(beta, kl_estimator, kl_unbiased),
-    )
+    return k.objective(mean_normalize(), chain(token_ratio(), k.window), token_mean())
 
 
-def gdpo(
-    reward_weights: tuple[float, ...] | None = None,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    beta: float = 0.0,
-    kl_estimator: Estimator = "k3",
-    kl_unbiased: bool = False,
-    advantage_eps: float = 1e-6,
-) -> Objective:
+@named(0.2, 0.2)
+def gdpo(k: Keywords, reward_weights: tuple[float, ...] | None = None) -> Objective:
     """Group reward-decoupled normalization (GDPO, arXiv:2601.05242).
 
     J = min(r_t·A, clip(r_t)·A), A the component rewards, each normalised in its group, summed with
@@ -476,23 +285,13 @@ def gdpo(
     response weighs the same.
     Supply old_logp and score_components; at least 2 responses a prompt.
     """
-    return Objective(
-        advantage=gdpo_normalize(reward_weights, advantage_eps),
-        policy=chain(token_ratio(), ppo_clip(clip_low, clip_high, dual_clip)),
-        weights=sequence_mean(),
-        regularisers=_kl(beta, kl_estimator, kl_unbiased),
-    )
+    advantage = gdpo_normalize(reward_weights, k.advantage_eps)
+    return k.objective(advantage, chain(token_ratio(), k.window), sequence_mean())
 
 
+@named()
 def vespo(
-    k_pos: float = 2.0,
-    lam_pos: float = 3.0,
-    k_neg: float = 3.0,
-    lam_neg: float = 2.0,
-    beta: float = 0.0,
-    kl_estimator: Estimator = "k3",
-    kl_unbiased: bool = False,
-    advantage_eps: float = 1e-6,
+    k: Keywords, k_pos: float = 2.0, lam_pos: float = 3.0, k_neg: float = 3.0, lam_neg: float = 2.0
 ) -> Objective:
     """Variational sequence-level soft policy optimization (VESPO, arXiv:2602.10693).
 
@@ -500,15 +299,9 @@ def vespo(
     rollout policy too; (k, λ) = (2, 3) where A ≥ 0, else (3, 2). A mean over tokens.
     Supply rollout_logp; at least 2 responses a prompt.
     """
-    return Objective(
-        advantage=group_normalize(advantage_eps),
-        policy=chain(
-            sequence_ratio("rollout", normalize=False),
-            vespo_weight(k_pos, lam_pos, k_neg, lam_neg),
-        ),
-        weights=token_mean(),
-        regularisers=_kl(beta, kl_estimator, kl_unbiased),
-    )
+    ratio = sequence_ratio("rollout", normalize=False)
+    policy = chain(ratio, vespo_weight(k_pos, lam_pos, k_neg, lam_neg))
+    return k.objective(k.normalize, policy, token_mean())
 
 
 def distillation() -> Objective:
@@ -518,23 +311,12 @@ def distillation() -> Objective:
     -KL(π‖ν), token by token (arXiv:2306.13649). A mean over tokens; rewards are not looked at.
     Supply old_logp and teacher_logp.
     """
-    return Objective(
-        advantage=teacher_gap(),
-        policy=chain(token_ratio(), policy_gradient()),
-        weights=token_mean(),
-    )
+    return Objective(teacher_gap(), chain(token_ratio(), policy_gradient()), token_mean())
 
 
+@named(0.2, 0.2, eps=False)
 def ppo(
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    gamma: float = 1.0,
-    lam: float = 0.95,
-    value_clip: float | None = 0.2,
-    beta: float = 0.0,
-    kl_estimator: Estimator = "k3",
-    kl_unbiased: bool = False,
+    k: Keywords, *, gamma: float = 1.0, lam: float = 0.95, value_clip: float | None = 0.2
 ) -> Objective:
     """Proximal policy optimization with a critic (arXiv:1707.06347).
 
@@ -545,42 +327,16 @@ def ppo(
     Supply old_logp, values (at the start of the step) and the live values in `PolicyOutputs`. One
     response a prompt is enough.
     """
-    return Objective(
-        advantage=chain(gae(gamma, lam), batch_whiten(per="token")),
-        policy=chain(token_ratio(), ppo_clip(clip_low, clip_high, dual_clip)),
-        weights=token_mean(),
-        regularisers=_kl(beta, kl_estimator, kl_unbiased),
-        critic=value_loss(value_clip),
-    )
+    advantage = chain(gae(gamma, lam), batch_whiten(per="token"))
+    policy = chain(token_ratio(), k.window)
+    return k.objective(advantage, policy, token_mean(), critic=value_loss(value_clip))
 
 
+# fmt: off
 ALL = (
-    ppo,
-    grpo,
-    dr_grpo,
-    dapo,
-    gspo,
-    gspo_token,
-    cispo,
-    gmpo,
-    sapo,
-    rloo,
-    reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
-    minirl,
-    scalerl,
-    dppo,
-    decoupled_ppo,
-    deepseek_v32,
-    maxrl,
-    gdpo,
-    vespo,
-    distillation,
-    supervised,
+    ppo, grpo, dr_grpo, dapo, gspo, gspo_token, cispo, gmpo, sapo, rloo, reinforce_plus_plus,
+    reinforce_plus_plus_baseline, minirl, scalerl, dppo, decoupled_ppo, deepseek_v32, maxrl, gdpo,
+    vespo, distillation, supervised,
 )
+# fmt: on
 """Every named objective, in the order of the documentation's table."""
-
-
-def _kl(beta: float, estimator: Estimator, unbiased: bool) -> tuple[kl, ...]:
-    """The KL penalty in the loss; none at beta 0, so that no reference is asked for."""
-    return (kl(beta, estimator, unbiased),) if beta else ()

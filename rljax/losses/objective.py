@@ -11,9 +11,7 @@ devices add up to those of the whole.
 """
 
 import dataclasses
-import warnings
-from types import NoneType
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,30 +20,23 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rljax.batch import Batch, Rows
 from rljax.errors import InputError
-from rljax.losses import groups, reports
+from rljax.losses import additions, composition, coupling, reports
 from rljax.losses.advantages import Advantage
-from rljax.losses.base import Chain, Draft, PolicyOutputs, Step, is_traced, parts
+from rljax.losses.base import Chain, PolicyOutputs, Step, is_traced, parts
 from rljax.losses.corrections import Correction
 from rljax.losses.critic import value_loss
 from rljax.losses.masks import Mask
 from rljax.losses.metrics import Metric, Metrics, total
-from rljax.losses.ratios import Ratio, sequence_ratio
-from rljax.losses.regularisers import Regulariser
-from rljax.losses.sequences import Layout
+from rljax.losses.preparation import draft_of, rows_of
+from rljax.losses.ratios import Ratio
+from rljax.losses.regularisers import Regulariser, kl
+from rljax.losses.sequences import SequenceLayout
 from rljax.losses.shaping import Shaping
 from rljax.losses.trust_regions import TrustRegion, policy_gradient
-from rljax.losses.weights import Weights, prompt_mean, sequence_mean, token_mean
+from rljax.losses.weights import Weights, prompt_mean, token_mean
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "advantage": (Advantage,),
-    "policy": (Ratio, TrustRegion),
-    "weights": (Weights,),
-    "shaping": (Shaping,),
-    "masks": (Mask,),
-    "corrections": (Correction,),
-    "regularisers": (Regulariser,),
-    "critic": (value_loss, NoneType),
-}
+State: TypeAlias = dict[str, Array]
+"""The state of an objective: of each term that keeps one, as 'term/entry'."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,20 +47,21 @@ class Objective:
     under `sequence_mean` the loss is then 0. That is no fault: the gradient is not 0.
 
     Attributes:
-        advantage: How good each response or token was.
-        policy: Ratio and trust region.
-        weights: The weight of each token.
-        shaping: Reward shaping, in order.
-        masks: What trains, in order.
-        corrections: For sampling by another policy, in order.
-        regularisers: Penalties and batch-scoped terms.
-        critic: The critic's loss, if there is one.
+      advantage: How good each response or token was.
+      policy: Ratio and trust region.
+      weights: The weight of each token.
+      shaping: Reward shaping, in order.
+      masks: What trains, in order.
+      corrections: For sampling by another policy, in order.
+      regularisers: Penalties and batch-scoped terms.
+      critic: The critic's loss, if there is one.
 
-    Where several may stand, one alone, a tuple or a list will do.
+    Where several are taken, one alone, a tuple or a list will do.
 
     Raises:
-        ValueError: A part stands in the wrong place, or parts do not go together: a correction on
-            a ratio against the rollout policy, or one that judges tokens on a sequence's ratio.
+      ValueError: A part stands in the wrong place, or parts do not go together: a correction on
+        a ratio against the rollout policy, two importance weights, or a term that judges single
+        tokens where the policy half couples them.
     """
 
     advantage: Advantage | Chain
@@ -86,84 +78,85 @@ class Objective:
             value = getattr(self, name)
             listed = tuple(value) if isinstance(value, list | tuple) else (value,)
             object.__setattr__(self, name, parts(*listed))
-        self._refuse_misplaced()
-        self._refuse_double_corrections()
-        self._refuse_gates_on_coupled_tokens()
-        self._warn_of_token_weights()
-        stateful = [r for r in self.regularisers if r.init_state()]
-        if len(stateful) > 1:
-            raise InputError(f"one regulariser may keep state, got {stateful}: keep one of them")
+        composition.check(self)
 
-    def _refuse_misplaced(self) -> None:
-        for name, kinds in _KINDS.items():
-            value = getattr(self, name)
-            for transform in parts(*value) if isinstance(value, tuple) else parts(value):
-                if not isinstance(transform, kinds):
-                    wanted = " or ".join(kind.__name__ for kind in kinds)
-                    raise InputError(
-                        f"{name} takes what derives from {wanted}, got {transform!r}: "
-                        "put it where it belongs"
-                    )
+    @property
+    def prepare_needs(self) -> frozenset[str]:
+        """What the batch must have for `prepare`, by the names of `needs`."""
+        return frozenset().union(*(t.prepare_needs for t in self._transforms()))
 
-    def _refuse_double_corrections(self) -> None:
-        for transform in parts(self.policy):
-            if self.corrections and isinstance(transform, Ratio) and transform.anchor == "rollout":
-                raise InputError(
-                    f"{transform!r} is taken against the rollout policy already, got "
-                    f"{self.corrections[0]!r} on top: drop it or use anchor='old'"
-                )
+    @property
+    def loss_needs(self) -> frozenset[str]:
+        """What `loss` must have, in the rows or the live outputs, by the names of `needs`.
 
-    def _refuse_gates_on_coupled_tokens(self) -> None:
-        policy = parts(self.policy)
-        coupling = [t for t in policy if t.couples_tokens]
-        gating = [
-            t
-            for t in (*self.corrections, *self.masks, *self.regularisers, *policy)
-            if t.gates_tokens
-        ]
-        if coupling and gating:
-            raise InputError(
-                f"{gating[0]!r} judges single tokens, {coupling[0]!r} whole sequences, so that "
-                "rejected tokens would keep a gradient: use sequence_token_ratio or judge sequences"
-            )
-
-    def _warn_of_token_weights(self) -> None:
-        for ratio in parts(self.policy):
-            whole = isinstance(ratio, sequence_ratio) and ratio.normalize
-            if whole and not isinstance(self.weights, sequence_mean):
-                warnings.warn(
-                    f"{ratio!r} under {self.weights!r} gives long responses more weight: "
-                    "sequence_mean() weighs every response once",
-                    stacklevel=4,
-                )
+        A field of the rows comes from the batch that `prepare` was given. 'old' may be left out
+        where each batch has one on-policy update: the live policy is then its own anchor.
+        """
+        return frozenset().union(*(t.loss_needs for t in self._transforms()))
 
     @property
     def needs(self) -> frozenset[str]:
-        """What must be supplied, so that nothing else is computed.
+        """What must be supplied, so that nothing else is computed: for either half.
 
         Of 'old', 'rollout', 'ref', 'teacher', 'values', 'old_entropy', 'components', 'bootstrap'
         (fields of the batch), 'entropy', 'router' (live outputs) and 'batch_stats' (a call of
-        `with_batch_stats`). 'values' stands for the batch's and the live ones. 'old' may be left
-        out by whoever takes one on-policy update from each batch, unless `prepare` needs it.
+        `with_batch_stats`). 'values' are the batch's and the live ones.
         """
-        return frozenset().union(*(t.needs for t in self._transforms()))
+        return self.prepare_needs | self.loss_needs
+
+    @property
+    def couples_tokens(self) -> bool:
+        """Whether the gradient of a token's J reaches other tokens of its response (found out)."""
+        return coupling.of_policy(self.policy).couples_tokens
+
+    @property
+    def only_kl(self) -> bool:
+        """Whether nothing but a KL to the reference has a gradient where all advantages are 0.
+
+        If so, and the policy still is the reference, the exact gradient is 0, and what is computed
+        is rounding. k1 as a loss does not qualify: its gradient has the mean 0 but is not 0.
+        """
+        others = [r for r in self.regularisers if r.penalises and not isinstance(r, kl)]
+        k1 = any(isinstance(r, kl) and r.estimator == "k1" for r in self.regularisers)
+        live = any(type(t).live is not Advantage.live for t in parts(self.advantage))
+        quiet = not (others or k1 or live) and self.critic is None
+        return quiet and coupling.of_policy(self.policy).needs_advantages
+
+    def adding(self, *terms: Any) -> "Objective":
+        """The objective with further terms, each put in its place by its type.
+
+        Where the policy half couples the tokens of a response, terms that judge single tokens are
+        taken in their sequence-level form. `kl_cov` takes the place of the clipping window.
+
+        Args:
+          *terms: Shaping, masks, corrections, regularisers, or trust regions that are gates.
+
+        Returns:
+          A new objective.
+
+        Raises:
+          ValueError: A term has no place beside the others, or does not go with them.
+        """
+        policy, added = additions.placed(self, parts(*terms))
+        changes: dict[str, Any] = {"policy": policy, **added}
+        return dataclasses.replace(self, **changes)
 
     def prepare(self, batch: Batch) -> tuple[Rows, Metrics]:
         """Does all that does not depend on the live policy; jit-compatible.
 
         Args:
-            batch: The whole rollout batch.
+          batch: The whole rollout batch.
 
         Returns:
-            Rows that carry advantages, weights and corrections, one response a row, and metrics
-            of the batch (`reward/*`, `score/*`, `group/*`, `completion/*`, `mismatch/*`).
+          Rows that carry advantages, weights and corrections, one response a row, and metrics
+          of the batch (`reward/*`, `score/*`, `group/*`, `completion/*`, `mismatch/*`).
 
         Raises:
-            ValueError: A field is missing or misshapen, or a prompt has a single response where
-                the advantage compares responses (judged outside jit only).
+          ValueError: A field is missing or misshapen, or a prompt has a single response where
+            the advantage compares responses (judged outside jit only).
         """
         batch.check()
-        draft = _draft(batch)
+        draft = draft_of(batch)
         for shape in self.shaping:
             draft = shape(draft)
         for mask in self.masks:
@@ -171,18 +164,18 @@ class Objective:
         draft = self.advantage(draft.replace(advantages=draft.rewards))
         for correction in self.corrections:
             draft = correction(draft)
-        return jax.lax.stop_gradient((self.weigh(_rows(draft)), draft.stats))
+        return jax.lax.stop_gradient((self.weigh(rows_of(draft)), draft.stats))
 
     def weigh(self, rows: Rows) -> Rows:
         """Weighs the tokens of one optimizer batch.
 
         Args:
-            rows: All of its rows.
+          rows: All of its rows.
 
         Returns:
-            The rows with `weights` and `token_weights` set.
+          The rows with `weights` and `token_weights` set.
         """
-        layout = Layout.of(rows)
+        layout = SequenceLayout.of(rows)
         return rows.replace(
             weights=self.weights(rows.mask, rows.keep, rows.group, layout),
             token_weights=token_mean()(rows.mask, rows.keep, rows.group, layout),
@@ -192,14 +185,14 @@ class Objective:
         """Cuts out the rows of one optimizer batch and weighs them again.
 
         Args:
-            ready: What `prepare` gave.
-            index: Which rows, int [n].
+          ready: What `prepare` gave.
+          index: Which rows, int [n].
 
         Returns:
-            Those rows, weighed as a whole of their own.
+          Those rows, weighed as a whole of their own.
 
         Raises:
-            ValueError: The cut parts a group, and the weights count prompts (outside jit only).
+          ValueError: The cut parts a group, and the weights count prompts (outside jit only).
         """
         if isinstance(self.weights, prompt_mean) and not is_traced(ready, index):
             group, inside = np.asarray(ready.group), np.asarray(ready.sequence) >= 0
@@ -222,39 +215,58 @@ class Objective:
         """Lets the batch-scoped terms choose their tokens, given the whole optimizer batch.
 
         Args:
-            outputs: The live policy's outputs on all of its rows, from an extra pass.
-            rows: All of its rows.
-            key: For the terms that choose at random.
+          outputs: The live policy's outputs on all of its rows, from an extra pass.
+          rows: All of its rows.
+          key: For the terms that choose at random.
 
         Returns:
-            The rows with `batch_stats` set; any cut of them may go to `loss`.
+          The rows with `batch_stats` set; any cut of them may go to `loss`.
         """
-        step = self.policy(self._step(jax.lax.stop_gradient(outputs), rows, {}))
+        step = self.policy(self._step(jax.lax.stop_gradient(outputs), rows))
         return rows.replace(
             batch_stats=tuple(term.choose(step, key) for term in self._batch_terms())
         )
 
-    def init_state(self) -> dict[str, Array]:
-        """The state of the terms that keep one; empty for most objectives. Checkpoint it."""
-        return {k: v for r in self.regularisers for k, v in r.init_state().items()}
+    def remarks(self, values: dict[str, float]) -> list[str]:
+        """One line for each term that did nothing, going by finished metrics; usually none.
 
-    def update_state(self, state: dict[str, Array], stats: dict[str, Metric]) -> dict[str, Array]:
+        Args:
+          values: What `finish` made of the metrics of `loss`.
+
+        Returns:
+          The lines, to be logged as warnings.
+        """
+        found = (term.remark(values) for term in self.regularisers)
+        return [line for line in found if line is not None]
+
+    def init_state(self) -> State:
+        """The state of all terms that keep one, as 'term/entry'; checkpoint it.
+
+        A second term of the same kind is called term_2, and so on. Empty for most objectives.
+        """
+        states = ((name, term.init_state()) for name, term in self._by_name())
+        return {f"{name}/{k}": v for name, state in states for k, v in state.items()}
+
+    def update_state(self, state: State, stats: dict[str, Metric]) -> State:
         """The state after an optimizer step.
 
         Args:
-            state: Before it.
-            stats: The merged metrics of `loss` over the optimizer batch.
+          state: Before it.
+          stats: The merged metrics of `loss` over the optimizer batch.
 
         Returns:
-            The new state.
+          The new state.
         """
-        return {k: v for r in self.regularisers for k, v in r.update_state(state, stats).items()}
+        states = (
+            (name, term.update_state(_own(state, name), stats)) for name, term in self._by_name()
+        )
+        return {f"{name}/{k}": v for name, own in states for k, v in own.items()}
 
     def loss(
         self,
         outputs: PolicyOutputs | Float[Array, "R T"],
         rows: Rows,
-        state: dict[str, Array] | None = None,
+        state: State | None = None,
     ) -> tuple[Float[Array, ""], Metrics]:
         """The loss of some rows: a sum over tokens, to be added over micro-batches.
 
@@ -262,29 +274,29 @@ class Objective:
         right gradient. That is right for the one on-policy update of a batch and saves a pass.
 
         Args:
-            outputs: The live policy's outputs on these rows, or its log-probabilities alone.
-            rows: What `prepare` or `minibatch` gave, or any cut of it.
-            state: The state of the terms that keep one.
+          outputs: The live policy's outputs on these rows, or its log-probabilities alone.
+          rows: What `prepare` or `minibatch` gave, or any cut of it.
+          state: The state of the terms that keep one.
 
         Returns:
-            The loss, to be minimised, and metrics (`policy/*`, `critic/*`) that merge.
+          The loss, to be minimised, and metrics (`policy/*`, `critic/*`) that merge.
 
         Raises:
-            ValueError: A field that the objective needs is missing, or shapes disagree.
+          ValueError: A field that the objective needs is missing, or shapes disagree.
         """
-        step = self.policy(self._step(outputs, rows, state or {}))
+        step = self.policy(self._step(outputs, rows))
         if step.surrogate is None:
             step = policy_gradient()(step)
-        chosen = self._chosen(rows)
-        for term in self.regularisers:
-            step = term.surrogate(step, chosen.get(term))
+        chosen, state = self._chosen(rows), state or {}
+        for (name, term), tokens in zip(self._by_name(), chosen, strict=True):
+            step = term.surrogate(step.replace(state=_own(state, name)), tokens)
         assert step.surrogate is not None
         gain = rows.weights * jax.lax.stop_gradient(rows.correction) * step.surrogate
         if step.gate is not None:
             gain = gain * step.gate
         loss = -total(jnp.where(rows.mask, gain, 0.0))
-        for term in self.regularisers:
-            penalty = term.penalty(step, chosen.get(term))
+        for (name, term), tokens in zip(self._by_name(), chosen, strict=True):
+            penalty = term.penalty(step.replace(state=_own(state, name)), tokens)
             if penalty is not None:
                 weights = rows.weights if term.weighing == "policy" else rows.token_weights
                 loss = loss + total(jnp.where(rows.mask, weights * penalty, 0.0))
@@ -309,24 +321,34 @@ class Objective:
             *critic,
         )
 
+    def _by_name(self) -> list[tuple[str, Regulariser]]:
+        """The regularisers, each with a name of its own."""
+        named: dict[str, Regulariser] = {}
+        for term in self.regularisers:
+            name, number = type(term).__name__, 2
+            while name in named:
+                name, number = f"{type(term).__name__}_{number}", number + 1
+            named[name] = term
+        return list(named.items())
+
     def _batch_terms(self) -> tuple[Any, ...]:
         return tuple(r for r in self.regularisers if r.scope == "batch")
 
-    def _chosen(self, rows: Rows) -> dict[Any, Array]:
-        """What each batch-scoped term chose."""
+    def _chosen(self, rows: Rows) -> list[Array | None]:
+        """What each regulariser chose; None for those that choose nothing."""
         terms = self._batch_terms()
         if len(rows.batch_stats) < len(terms):
             raise InputError(
                 f"{terms[0]!r} looks at the whole optimizer batch, got no batch_stats: call "
                 "with_batch_stats on all of its rows before cutting them"
             )
-        return dict(zip(terms, rows.batch_stats, strict=False))
+        stats = iter(rows.batch_stats)
+        return [next(stats) if r.scope == "batch" else None for r in self.regularisers]
 
     def _step(
         self,
         outputs: PolicyOutputs | Float[Array, "R T"],
         rows: Rows,
-        state: dict[str, Array],
     ) -> Step:
         if not isinstance(outputs, PolicyOutputs):
             outputs = PolicyOutputs(outputs)
@@ -339,88 +361,18 @@ class Objective:
         logp = jnp.where(rows.mask, outputs.logp, 0.0).astype(jnp.float32)
         step = Step(
             rows=rows,
-            layout=Layout.of(rows),
+            layout=SequenceLayout.of(rows),
             outputs=outputs,
             logp=logp,
             advantages=jax.lax.stop_gradient(jnp.where(rows.mask, rows.advantages, 0.0)),
-            state=state,
+            state={},
         )
         for transform in parts(self.advantage):
             step = transform.live(step)
         return step
 
 
-def _draft(batch: Batch) -> Draft:
-    """Fills absent fields in and takes NaN out."""
-    mask = jnp.asarray(batch.mask).astype(bool)
-    columns = jnp.arange(mask.shape[1])
-    if batch.segments is None:
-        inside = columns <= jnp.max(jnp.where(mask, columns, 0), axis=1, keepdims=True)
-    else:
-        inside = (batch.segments > 0) | mask
-    rewards = jnp.asarray(batch.rewards).astype(jnp.float32)
-    scores = rewards if batch.scores is None else jnp.asarray(batch.scores).astype(jnp.float32)
-    valid = jnp.isfinite(rewards) & jnp.isfinite(scores)
-    if batch.valid is not None:
-        valid &= jnp.asarray(batch.valid).astype(bool)
-    token_rewards = batch.token_rewards
-    if token_rewards is not None:
-        token_rewards = jnp.where(mask & valid[:, None], token_rewards, 0.0).astype(jnp.float32)
-    length = mask.sum(axis=1) if batch.completion_length is None else batch.completion_length
-    truncated = jnp.zeros_like(valid) if batch.truncated is None else batch.truncated
-    rewards = jnp.where(valid, rewards, 0.0)
-    draft = Draft(
-        batch=batch,
-        mask=mask,
-        inside=inside,
-        valid=valid,
-        group=groups.numbered(jnp.asarray(batch.group)),
-        scores=jnp.where(valid, scores, 0.0),
-        rewards=rewards,
-        length=jnp.asarray(length),
-        truncated=jnp.asarray(truncated).astype(bool),
-        keep=inside & valid[:, None],
-        token_rewards=token_rewards,
-        advantages=rewards,
-        returns=None,
-        correction=jnp.ones(mask.shape, jnp.float32),
-        stats={},
-    )
-    return draft.replace(stats=reports.of_draft(draft))
-
-
-def _rows(draft: Draft) -> Rows:
-    """Expands everything to tokens."""
-    batch, mask, inside = draft.batch, draft.mask, draft.inside
-    shape = mask.shape
-
-    def along(x: Array, outside: int) -> Array:
-        return jnp.where(inside, x[:, None], outside).astype(jnp.int32)
-
-    def per_token(x: Array | None) -> Array | None:
-        return None if x is None else jnp.where(mask, x, 0.0).astype(jnp.float32)
-
-    positions = jnp.arange(shape[1]) if batch.positions is None else batch.positions
-    zeros = jnp.zeros(shape, jnp.float32)
-    return Rows(
-        tokens=jnp.asarray(batch.tokens),
-        mask=mask,
-        positions=jnp.broadcast_to(positions, shape).astype(jnp.int32),
-        segments=inside.astype(jnp.int32),
-        sequence=along(jnp.arange(shape[0]), -1),
-        group=along(draft.group, -1),
-        keep=draft.keep,
-        advantages=jnp.where(mask & draft.valid[:, None], draft.per_token(), 0.0),
-        weights=zeros,
-        token_weights=zeros,
-        correction=draft.correction,
-        old_logp=per_token(batch.old_logp),
-        rollout_logp=per_token(batch.rollout_logp),
-        ref_logp=per_token(batch.ref_logp),
-        teacher_logp=per_token(batch.teacher_logp),
-        values=per_token(batch.values),
-        returns=draft.returns,
-        old_entropy=per_token(batch.old_entropy),
-        routing=batch.routing,
-        support=batch.support,
-    )
+def _own(state: State, name: str) -> State:
+    """The entries of one term, without its name."""
+    start = f"{name}/"
+    return {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}

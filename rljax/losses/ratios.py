@@ -18,7 +18,7 @@ class Ratio(Transform):
     """Base of the ratios.
 
     Args:
-        anchor: What the ratio is taken against.
+      anchor: What the ratio is taken against.
     """
 
     anchor: Anchor = "old"
@@ -27,7 +27,7 @@ class Ratio(Transform):
         needs_of_anchor(self.anchor)
 
     @property
-    def needs(self) -> frozenset[str]:
+    def loss_needs(self) -> frozenset[str]:
         """The anchor's log-probabilities."""
         return needs_of_anchor(self.anchor)
 
@@ -41,7 +41,7 @@ class token_ratio(Ratio):
     """r_t = π(y_t) / anchor(y_t).
 
     Args:
-        anchor: 'old', 'rollout' or 'self'.
+      anchor: 'old', 'rollout' or 'self'.
     """
 
     def __call__(self, step: Step) -> Step:
@@ -54,13 +54,12 @@ class sequence_ratio(Ratio):
     """s = exp(mean_t log r_t), one ratio for the whole response (GSPO, arXiv:2507.18071).
 
     Args:
-        anchor: 'old', 'rollout' or 'self'.
-        normalize: Take the mean of the log-ratios; False takes their sum, the ratio of the whole
-            response's probabilities (RLOO).
+      anchor: 'old', 'rollout' or 'self'.
+      normalize: Take the mean of the log-ratios; False takes their sum, the ratio of the whole
+        response's probabilities (RLOO).
     """
 
     scope: ClassVar[Scope] = "sequence"
-    couples_tokens: ClassVar[bool] = True
     normalize: bool = True
 
     def __call__(self, step: Step) -> Step:
@@ -78,7 +77,7 @@ class sequence_token_ratio(Ratio):
     """s_t = sg(s)·π(y_t)/sg(π(y_t)): the sequence's value, the token's gradient (GSPO-token).
 
     Args:
-        anchor: 'old', 'rollout' or 'self'.
+      anchor: 'old', 'rollout' or 'self'.
     """
 
     def __call__(self, step: Step) -> Step:

@@ -1,20 +1,18 @@
-"""Terms beside the surrogate: penalties on tokens, and terms that look at the whole batch.
+"""Terms beside the surrogate: penalties on tokens, and coefficients that change over a run.
 
 A penalty has weights of its own and never c: 'policy' takes the objective's w, 'token' a mean over
-the kept tokens of the optimizer batch. Terms of scope 'batch' choose tokens by looking at the
-whole optimizer batch (`Objective.with_batch_stats`) and then act on any cut of it.
+the kept tokens of the optimizer batch. Terms of scope 'batch', which choose tokens by looking at
+the whole optimizer batch, are in `batch_terms`.
 """
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from rljax.errors import InputError
-from rljax.losses import groups
-from rljax.losses.base import Scope, Step, Transform, safe_exp
+from rljax.losses.base import Step, Transform, safe_exp
 from rljax.losses.estimators import Estimator, check_estimator, kl_estimate
 from rljax.losses.metrics import Mean, Metric
 
@@ -23,12 +21,20 @@ Weighing = Literal["policy", "token"]
 
 @dataclasses.dataclass(frozen=True)
 class Regulariser(Transform):
-    """Base of the regularisers; each may penalise, choose tokens, or change the surrogate."""
+    """Base of the regularisers; each may penalise, choose tokens, or change the surrogate.
+
+    A term that keeps state finds its own in `step.state`; several such terms may be used together.
+    """
 
     @property
     def weighing(self) -> Weighing:
         """Which weights the penalty takes."""
         return "policy"
+
+    @property
+    def penalises(self) -> bool:
+        """Whether it has a penalty."""
+        return type(self).penalty is not Regulariser.penalty
 
     def penalty(self, step: Step, chosen: Bool[Array, "R T"] | None) -> Float[Array, "R T"] | None:
         """What is added to the loss of each token, before its weight; None for nothing."""
@@ -42,13 +48,17 @@ class Regulariser(Transform):
         """For scope 'batch': the tokens to act on, given the whole optimizer batch."""
         raise NotImplementedError
 
+    def remark(self, values: dict[str, float]) -> str | None:
+        """One line where the finished metrics show that the term did nothing; else None."""
+        return None
+
     def init_state(self) -> dict[str, Array]:
-        """Coefficients that change from step to step."""
+        """Coefficients that change from step to step; empty for a term without any."""
         return {}
 
     def update_state(self, state: dict[str, Array], stats: dict[str, Metric]) -> dict[str, Array]:
         """Those coefficients after an optimizer step with these merged metrics."""
-        return {}
+        return state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +66,11 @@ class kl(Regulariser):
     """Penalises β·KL to the reference, with its gradient, weighed by w without c.
 
     Args:
-        beta: Coefficient.
-        estimator: 'k1', 'k2' or 'k3' (k3's gradient is 0 where |log π - log ref| > 20).
-        unbiased: Multiply by the live ratio π/π_old of the token, not gradient-stopped, also under
-            a sequence-level objective (DeepSeek-V3.2, arXiv:2512.02556): then the gradient is
-            that of KL(π‖ref) off-policy too.
+      beta: Coefficient.
+      estimator: 'k1', 'k2' or 'k3' (k3's gradient is 0 where |log π - log ref| > 20).
+      unbiased: Multiply by the live ratio π/π_old of the token, not gradient-stopped, also under
+        a sequence-level objective (DeepSeek-V3.2, arXiv:2512.02556): then the gradient is
+        that of KL(π‖ref) off-policy too.
     """
 
     beta: float
@@ -71,7 +81,7 @@ class kl(Regulariser):
         check_estimator(self.estimator)
 
     @property
-    def needs(self) -> frozenset[str]:
+    def loss_needs(self) -> frozenset[str]:
         """The reference, and the anchor of the ratio."""
         return frozenset({"ref", "old"} if self.unbiased else {"ref"})
 
@@ -88,8 +98,8 @@ class entropy_bonus(Regulariser):
     """Rewards entropy: -coef·H of each token (needs `PolicyOutputs.entropy`, with gradient).
 
     Args:
-        coef: Coefficient.
-        weights: 'token' for a mean over kept tokens, 'policy' for the objective's own weights.
+      coef: Coefficient.
+      weights: 'token' for a mean over kept tokens, 'policy' for the objective's own weights.
     """
 
     coef: float
@@ -101,7 +111,7 @@ class entropy_bonus(Regulariser):
         return self.weights
 
     @property
-    def needs(self) -> frozenset[str]:
+    def loss_needs(self) -> frozenset[str]:
         """The live entropy."""
         return frozenset({"entropy"})
 
@@ -119,11 +129,11 @@ class adaptive_entropy(Regulariser):
     `Objective.init_state`, `Objective.update_state`; checkpoint it.
 
     Args:
-        target: Entropy to hold, nats.
-        initial: First coefficient.
-        step: Change after each optimizer step.
-        largest: Bound on the coefficient; the lower bound is 0.
-        weights: As in `entropy_bonus`.
+      target: Entropy to hold, nats.
+      initial: First coefficient.
+      step: Change after each optimizer step.
+      largest: Bound on the coefficient; the lower bound is 0.
+      weights: As in `entropy_bonus`.
     """
 
     target: float
@@ -138,7 +148,7 @@ class adaptive_entropy(Regulariser):
         return self.weights
 
     @property
-    def needs(self) -> frozenset[str]:
+    def loss_needs(self) -> frozenset[str]:
         """The live entropy."""
         return frozenset({"entropy"})
 
@@ -188,7 +198,7 @@ class router_balance(Regulariser):
     The load in it is that of the whole optimizer batch (`models.balance_loss`).
 
     Args:
-        coef: Coefficient.
+      coef: Coefficient.
     """
 
     coef: float
@@ -199,7 +209,7 @@ class router_balance(Regulariser):
         return "token"
 
     @property
-    def needs(self) -> frozenset[str]:
+    def loss_needs(self) -> frozenset[str]:
         """The router's auxiliary loss of each token."""
         return frozenset({"router"})
 
@@ -211,132 +221,3 @@ class router_balance(Regulariser):
     def penalty(self, step: Step, chosen: Bool[Array, "R T"] | None) -> Float[Array, "R T"]:
         """What is added to the loss of each token."""
         return self.coef * step.output("router", self)
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchTerm(Regulariser):
-    """Base of the terms that choose tokens over the whole optimizer batch."""
-
-    scope: ClassVar[Scope] = "batch"
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The extra pass over the whole optimizer batch."""
-        return frozenset({"batch_stats"})
-
-
-@dataclasses.dataclass(frozen=True)
-class clip_cov(BatchTerm):
-    """Takes the surrogate of a few tokens of high covariance away (Clip-Cov, arXiv:2505.22617).
-
-    With cov = (A - Ā)(log π - mean log π): of the tokens not already clipped whose cov lies in
-    (low, high), as many as `fraction` of all, chosen at random by a key.
-
-    Args:
-        fraction: Of all kept tokens; at least one is chosen, if any qualifies.
-        low: Smallest cov.
-        high: Largest cov.
-    """
-
-    gates_tokens: ClassVar[bool] = True
-    fraction: float = 2e-4
-    low: float = 1.0
-    high: float = 5.0
-
-    def choose(self, step: Step, key: PRNGKeyArray | None) -> Bool[Array, "R T"]:
-        """The tokens to take away."""
-        if key is None:
-            raise InputError(f"{self!r} chooses at random, got no key: pass key=jax.random.key(..)")
-        cov, kept = _covariance(step), step.counted()
-        eligible = kept & (cov > self.low) & (cov < self.high)
-        for clipped in (step.clipped_low, step.clipped_high):
-            eligible = eligible if clipped is None else eligible & ~clipped
-        draws = jnp.where(eligible, _draws(step, key), -1.0).reshape(-1)
-        number = jnp.maximum(jnp.floor(self.fraction * kept.sum() + 1e-4).astype(jnp.int32), 1)
-        edge = jnp.sort(draws, descending=True)[number - 1]
-        return eligible & (draws >= edge).reshape(eligible.shape)
-
-    def surrogate(self, step: Step, chosen: Bool[Array, "R T"] | None) -> Step:
-        """Takes J away where chosen."""
-        assert chosen is not None
-        return step.close(~chosen)
-
-
-@dataclasses.dataclass(frozen=True)
-class kl_cov(BatchTerm):
-    """Penalises coef·|log r| on the tokens of highest covariance (KL-Cov, arXiv:2505.22617).
-
-    Goes with a plain policy gradient; r is the live token ratio to the start of the step.
-
-    Args:
-        coef: Coefficient.
-        fraction: Of all kept tokens; at least one is chosen.
-    """
-
-    coef: float = 1.0
-    fraction: float = 2e-4
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The extra pass, and the anchor of the ratio."""
-        return frozenset({"batch_stats", "old"})
-
-    def choose(self, step: Step, key: PRNGKeyArray | None) -> Bool[Array, "R T"]:
-        """The tokens to penalise."""
-        return groups.top_share(_covariance(step), step.counted(), self.fraction)
-
-    def penalty(self, step: Step, chosen: Bool[Array, "R T"] | None) -> Float[Array, "R T"]:
-        """What is added to the loss of each token."""
-        assert chosen is not None
-        moved = jnp.abs(step.logp - step.anchor("old", self))
-        return jnp.where(chosen, self.coef * moved, 0.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class live_top_entropy(BatchTerm):
-    """Trains only the tokens of highest entropy under the live policy.
-
-    `top_entropy` does so by the entropy at the start of the step, without an extra pass.
-
-    Args:
-        quantile: Share of the kept tokens that trains.
-    """
-
-    gates_tokens: ClassVar[bool] = True
-    quantile: float
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The extra pass, and the live entropy."""
-        return frozenset({"batch_stats", "entropy"})
-
-    def choose(self, step: Step, key: PRNGKeyArray | None) -> Bool[Array, "R T"]:
-        """The tokens that train."""
-        entropy = jax.lax.stop_gradient(step.output("entropy", self))
-        return groups.top_share(entropy, step.counted(), self.quantile)
-
-    def surrogate(self, step: Step, chosen: Bool[Array, "R T"] | None) -> Step:
-        """Keeps J only where chosen."""
-        assert chosen is not None
-        return step.close(chosen)
-
-
-def _covariance(step: Step) -> Float[Array, "R T"]:
-    """(A - mean A)(log π - mean log π), the means over the kept tokens."""
-    kept = step.counted()
-    count = jnp.maximum(kept.sum(), 1)
-
-    def centered(x: Float[Array, "R T"]) -> Float[Array, "R T"]:
-        return x - jnp.where(kept, x, 0.0).sum() / count
-
-    return centered(step.advantages) * centered(step.logp)
-
-
-def _draws(step: Step, key: PRNGKeyArray) -> Float[Array, "R T"]:
-    """Uniform noise that belongs to a token (its response and position), not to its place."""
-    place = jnp.stack([step.rows.sequence, step.rows.positions], axis=-1).reshape(-1, 2)
-
-    def draw(at: Array) -> Array:
-        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, at[0]), at[1]))
-
-    return jax.vmap(draw)(place).reshape(step.logp.shape)

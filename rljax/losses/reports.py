@@ -43,16 +43,16 @@ def mismatch(batch: Batch | Rows) -> Metrics:
     """How far sampler and trainer disagree about the sampled tokens.
 
     Args:
-        batch: With `rollout_logp` (μ) and `old_logp` (π_old).
+      batch: With `rollout_logp` (μ) and `old_logp` (π_old).
 
     Returns:
-        Over the policy's own tokens: `mismatch/kl` (mean of log μ - log π_old, which estimates
-        KL(μ‖π_old)), `mismatch/k3` (the same without negative terms), `mismatch/logp_diff_mean`
-        and `mismatch/logp_diff_max` (absolute differences, nats), `mismatch/pearson` (of the
-        probabilities) and `mismatch/ess` (effective sample size of π_old/μ, as a fraction).
+      Over the policy's own tokens: `mismatch/kl` (mean of log μ - log π_old, which estimates
+      KL(μ‖π_old)), `mismatch/k3` (the same without negative terms), `mismatch/logp_diff_mean`
+      and `mismatch/logp_diff_max` (absolute differences, nats), `mismatch/pearson` (of the
+      probabilities) and `mismatch/ess` (effective sample size of π_old/μ, as a fraction).
 
     Raises:
-        ValueError: One of the two is missing.
+      ValueError: One of the two is missing.
     """
     if batch.rollout_logp is None or batch.old_logp is None:
         name = "old_logp" if batch.rollout_logp is not None else "rollout_logp"
@@ -77,14 +77,14 @@ def staleness(batch: Batch, version: int) -> Metrics:
     """How many policy versions behind its tokens were sampled.
 
     Args:
-        batch: With `version`.
-        version: The version about to be trained.
+      batch: With `version`.
+      version: The version about to be trained.
 
     Returns:
-        `staleness/mean` and `staleness/max` over the policy's own tokens.
+      `staleness/mean` and `staleness/max` over the policy's own tokens.
 
     Raises:
-        ValueError: `version` is missing.
+      ValueError: `version` is missing.
     """
     if batch.version is None:
         raise missing("version", "staleness", "Batch")

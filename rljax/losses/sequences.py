@@ -16,14 +16,14 @@ from rljax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Layout:
+class SequenceLayout:
     """How sequences lie in rows [R, T], and the sums and spreads over them.
 
     Attributes:
-        segments: 0 on padding, else the number of the sequence in its row, from 1; int [R, T].
-            None: every row is one sequence.
-        count: Sequences a row may hold (S); 1 takes the plain sum over the row.
-        axis: Mesh axis over which T is cut inside `shard_map`; None: rows are whole.
+      segments: 0 on padding, else the number of the sequence in its row, from 1; int [R, T].
+        None: every row is one sequence.
+      count: Sequences a row may hold (S); 1 takes the plain sum over the row.
+      axis: Mesh axis over which T is cut inside `shard_map`; None: rows are whole.
     """
 
     segments: Int[Array, "R T"] | None = None
@@ -31,7 +31,7 @@ class Layout:
     axis: str | None = None
 
     @classmethod
-    def of(cls, rows: Rows) -> "Layout":
+    def of(cls, rows: Rows) -> "SequenceLayout":
         """The layout of some rows."""
         return cls(rows.segments, rows.max_segments, rows.context_axis)
 
@@ -59,9 +59,12 @@ class Layout:
 
     def means(self, x: Float[Array, "R T"], mask: Shaped[Array, "R T"]) -> Float[Array, "R _"]:
         """Each position's sequence mean over the mask; 0 where the mask is empty."""
-        weights = mask.astype(jnp.float32)
+        return self.spread(self.averages(x, mask))
+
+    def averages(self, x: Float[Array, "R T"], mask: Shaped[Array, "R T"]) -> Float[Array, "R S"]:
+        """The mean of each sequence over the mask; 0 where the mask is empty."""
         sums = self.sums(jnp.where(mask, x, 0.0))
-        return self.spread(sums / jnp.maximum(self.sums(weights), 1.0))
+        return sums / jnp.maximum(self.sums(mask.astype(jnp.float32)), 1.0)
 
     def any(self, mask: Shaped[Array, "R T"]) -> Shaped[Array, "R S"]:
         """Whether a sequence has any True position; bool [R, S]."""

@@ -28,11 +28,11 @@ class soft_overlong(Shaping):
     `completion_length`, added to the reward. Source: arXiv:2503.14476.
 
     Args:
-        max_length: Completion tokens at which the penalty is full.
-        cache: Tokens over which it grows.
-        factor: The full penalty.
-        truncated: A truncated response has no answer to credit: 'penalty_only' makes its reward
-            the penalty alone, 'add' adds it to the reward like any other.
+      max_length: Completion tokens at which the penalty is full.
+      cache: Tokens over which it grows.
+      factor: The full penalty.
+      truncated: A truncated response has no answer to credit: 'penalty_only' makes its reward
+        the penalty alone, 'add' adds it to the reward like any other.
     """
 
     scope: ClassVar[Scope] = "sequence"
@@ -68,8 +68,8 @@ class kl_in_reward(Shaping):
     see it: `gae` and `returns_to_go`.
 
     Args:
-        beta: Coefficient.
-        estimator: 'k1', 'k2' or 'k3'.
+      beta: Coefficient.
+      estimator: 'k1', 'k2' or 'k3'.
     """
 
     beta: float
@@ -79,7 +79,7 @@ class kl_in_reward(Shaping):
         check_estimator(self.estimator)
 
     @property
-    def needs(self) -> frozenset[str]:
+    def prepare_needs(self) -> frozenset[str]:
         """The log-probabilities of both policies."""
         return frozenset({"old", "ref"})
 

@@ -6,10 +6,12 @@ after it. At a tie of clipped and unclipped the gradient is the unclipped one.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from rljax.errors import InputError
 from rljax.losses.base import (
@@ -26,11 +28,57 @@ _stop = jax.lax.stop_gradient
 
 @dataclasses.dataclass(frozen=True)
 class TrustRegion(Transform):
-    """Base of what follows the ratio."""
+    """Base of what follows the ratio.
+
+    Attributes:
+      closes: Whether it is a gate, which takes tokens or responses away.
+    """
+
+    closes: ClassVar[bool] = False
 
     def __call__(self, step: Step) -> Step:
         """Sets `step.surrogate` or closes `step.gate`."""
         raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class trust_region(TrustRegion):
+    """A plain function of a step as a trust region.
+
+    The function takes a `Step` and returns J, f32 [R, T] or [R, 1], or a gate, bool of the same
+    shape: True lets a token's surrogate through. Of the step it may use `ratio` and `log_ratio`
+    ([R, T] or [R, 1], of the ratio before it), `advantages`, `logp` (live) and `counted()` [R, T],
+    `field('old_logp' | 'rollout_logp' | 'ref_logp', name)` [R, T], and `layout.means(x, mask)` or
+    `layout.totals(x)` for sums along a response. Whether it couples the tokens of a response is
+    found out by trying (see `coupling`). Two are equal if their functions are the same object.
+
+    Args:
+      fn: The function.
+      reads: What it reads besides the ratio: names as in `Objective.needs`, e.g. ('ref',).
+    """
+
+    fn: Callable[[Step], Array]
+    reads: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise InputError(f"trust_region takes a function of a step, got {self.fn!r}")
+
+    @property
+    def loss_needs(self) -> frozenset[str]:
+        """As given."""
+        return frozenset(self.reads)
+
+    def __call__(self, step: Step) -> Step:
+        """Sets `step.surrogate` or closes `step.gate`."""
+        found = jnp.asarray(self.fn(step))
+        if found.dtype == bool:
+            return step.close(found)
+        return step.with_surrogate(found)
+
+    def __repr__(self) -> str:
+        reads = f", reads={self.reads!r}" if self.reads else ""
+        return f"trust_region({getattr(self.fn, '__name__', self.fn)}{reads})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +98,9 @@ class ppo_clip(TrustRegion):
     low = high = ∞ is the plain policy gradient; 0 makes the window [1, 1].
 
     Args:
-        low: Window below 1.
-        high: Window above 1.
-        dual: For A < 0, J is at least dual·A (arXiv:1912.09729); more than 1. None: no such bound.
+      low: Window below 1.
+      high: Window above 1.
+      dual: For A < 0, J is at least dual·A (arXiv:1912.09729); more than 1. None: no such bound.
     """
 
     low: float = 0.2
@@ -85,7 +133,7 @@ class cispo_weight(TrustRegion):
     """J = sg(min(r, cap))·A·log π (CISPO, arXiv:2506.13585): every token keeps a gradient.
 
     Args:
-        cap: Absolute bound on the ratio, not 1 + ε; there is no lower bound.
+      cap: Absolute bound on the ratio, not 1 + ε; there is no lower bound.
     """
 
     cap: float = 5.0
@@ -108,12 +156,11 @@ class gmpo_clip(TrustRegion):
     over the response. GSPO takes the mean first and clips after. Needs a token ratio before it.
 
     Args:
-        low: Log-space window below 0.
-        high: Log-space window above 0.
+      low: Log-space window below 0.
+      high: Log-space window above 0.
     """
 
     scope: ClassVar[Scope] = "sequence"
-    couples_tokens: ClassVar[bool] = True
     low: float = 0.4
     high: float = 0.4
 
@@ -138,8 +185,8 @@ class sapo_gate(TrustRegion):
     Its slope is 1 at r = 1 and falls off on both sides.
 
     Args:
-        tau_pos: τ where A > 0.
-        tau_neg: τ elsewhere.
+      tau_pos: τ where A > 0.
+      tau_neg: τ elsewhere.
     """
 
     tau_pos: float = 1.0
@@ -163,10 +210,10 @@ class vespo_weight(TrustRegion):
     Needs `sequence_ratio(normalize=False)` before it.
 
     Args:
-        k_pos: k where A ≥ 0.
-        lam_pos: λ where A ≥ 0.
-        k_neg: k where A < 0.
-        lam_neg: λ where A < 0.
+      k_pos: k where A ≥ 0.
+      lam_pos: λ where A ≥ 0.
+      k_neg: k where A < 0.
+      lam_neg: λ where A < 0.
     """
 
     k_pos: float = 2.0
@@ -195,12 +242,12 @@ class clip_mask(TrustRegion):
     A gate, with a ratio of its own, for surrogates that do not clip (MiniRL, arXiv:2512.01374).
 
     Args:
-        low: Window below 1, for A < 0.
-        high: Window above 1, for A > 0.
-        anchor: What the ratio is taken against.
+      low: Window below 1, for A < 0.
+      high: Window above 1, for A > 0.
+      anchor: What the ratio is taken against.
     """
 
-    gates_tokens: ClassVar[bool] = True
+    closes: ClassVar[bool] = True
     low: float = 0.2
     high: float = 0.2
     anchor: Anchor = "old"
@@ -210,7 +257,7 @@ class clip_mask(TrustRegion):
         needs_of_anchor(self.anchor)
 
     @property
-    def needs(self) -> frozenset[str]:
+    def loss_needs(self) -> frozenset[str]:
         """The anchor's log-probabilities."""
         return needs_of_anchor(self.anchor)
 
@@ -230,12 +277,12 @@ class dppo_tv(TrustRegion):
     π - anchor < -low. A gate; source: arXiv:2602.04879.
 
     Args:
-        low: Largest fall of probability.
-        high: Largest rise of probability.
-        anchor: What the probability is compared with.
+      low: Largest fall of probability.
+      high: Largest rise of probability.
+      anchor: What the probability is compared with.
     """
 
-    gates_tokens: ClassVar[bool] = True
+    closes: ClassVar[bool] = True
     low: float = 0.15
     high: float = 0.15
     anchor: Anchor = "rollout"
@@ -245,7 +292,7 @@ class dppo_tv(TrustRegion):
         needs_of_anchor(self.anchor)
 
     @property
-    def needs(self) -> frozenset[str]:
+    def loss_needs(self) -> frozenset[str]:
         """The anchor's log-probabilities."""
         return needs_of_anchor(self.anchor)
 
@@ -265,10 +312,11 @@ class off_policy_mask(TrustRegion):
     policy, estimated on the response. A gate; source: arXiv:2512.02556.
 
     Args:
-        delta: Largest mean difference, nats a token.
-        anchor: The policy that sampled.
+      delta: Largest mean difference, nats a token.
+      anchor: The policy that sampled.
     """
 
+    closes: ClassVar[bool] = True
     scope: ClassVar[Scope] = "sequence"
     delta: float = 0.5
     anchor: Anchor = "rollout"
@@ -277,7 +325,7 @@ class off_policy_mask(TrustRegion):
         needs_of_anchor(self.anchor)
 
     @property
-    def needs(self) -> frozenset[str]:
+    def loss_needs(self) -> frozenset[str]:
         """The anchor's log-probabilities."""
         return needs_of_anchor(self.anchor)
 

@@ -12,7 +12,8 @@ import jax
 from jaxtyping import Array, Float
 
 from rljax.batch import Batch
-from rljax.losses import named
+from rljax.errors import InputError
+from rljax.losses import additions, named
 from rljax.losses.base import PolicyOutputs, parts
 from rljax.losses.objective import Objective
 from rljax.losses.ratios import Ratio
@@ -31,10 +32,10 @@ def describe(objective: Objective) -> Description:
     """Spells an objective's composition, one part a line.
 
     Args:
-        objective: Any objective.
+      objective: Any objective.
 
     Returns:
-        The text; a notebook shows it with its line breaks, elsewhere print it.
+      The text; a notebook shows it with its line breaks, elsewhere print it.
     """
     policy = parts(objective.policy)
     lines = {
@@ -58,12 +59,12 @@ def token_gradient(
     """∂loss/∂logp of each token: what an objective does with a batch.
 
     Args:
-        objective: Any objective without batch-scoped terms.
-        batch: The whole rollout batch, which is the optimizer batch too.
-        logp: Live log-probabilities, or all of the live policy's outputs.
+      objective: Any objective without batch-scoped terms.
+      batch: The whole rollout batch, which is the optimizer batch too.
+      logp: Live log-probabilities, or all of the live policy's outputs.
 
     Returns:
-        The gradient, 0 outside the mask; negative where a step raises the token's probability.
+      The gradient, 0 outside the mask; negative where a step raises the token's probability.
     """
     outputs = logp if isinstance(logp, PolicyOutputs) else PolicyOutputs(logp)
     rows, _ = objective.prepare(batch)
@@ -78,7 +79,7 @@ def table() -> str:
     """Sets the named objectives side by side, as a Markdown table, from their code.
 
     Returns:
-        One row an objective, with its defaults; arguments without a default stand as names.
+      One row an objective, with its defaults; arguments without a default stand as names.
     """
     head = (
         "objective",
@@ -89,7 +90,8 @@ def table() -> str:
         "KL (default β)",
         "shaping, masks, corrections",
         "weights",
-        "needs",
+        "prepare needs",
+        "loss needs",
         "source",
     )
     lines = [_row(head), _row("---" for _ in head)]
@@ -97,9 +99,72 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def settings_matrix() -> dict[str, dict[str, str]]:
+    """What becomes of each additional setting under each named objective, by trying all of them.
+
+    Returns:
+      By objective and setting: 'yes' (as it is), 'by response' (the sequence-level form),
+      'instead of ...' (in place of the clipping window), or 'no: ' with the reason.
+    """
+    return {
+        make.__name__: {name: _outcome(_plain(make), name) for name in additions.SETTINGS}
+        for make in named.ALL
+    }
+
+
+def settings_table() -> str:
+    """The matrix of `settings_matrix` as a Markdown table; reasons are numbered below it.
+
+    Returns:
+      One row an objective, one column a setting.
+    """
+    matrix, reasons = settings_matrix(), list[str]()
+    lines = [_row(["objective", *(f"`{s}`" for s in additions.SETTINGS)])]
+    lines.append(_row("---" for _ in range(len(additions.SETTINGS) + 1)))
+    for objective, outcomes in matrix.items():
+        cells = [f"`{objective}`"]
+        for outcome in outcomes.values():
+            if outcome.startswith("no: "):
+                if outcome not in reasons:
+                    reasons.append(outcome)
+                outcome = f"no ({reasons.index(outcome) + 1})"
+            cells.append(outcome)
+        lines.append(_row(cells))
+    notes = [f"{i}. `{reason.removeprefix('no: ')}`" for i, reason in enumerate(reasons, 1)]
+    return "\n".join([*lines, "", *notes]) + "\n"
+
+
+def _outcome(objective: Objective, setting: str) -> str:
+    """What `Objective.adding` makes of one setting."""
+    (term,) = additions.additional(**{setting: 0.5})
+    try:
+        made = objective.adding(term)
+    except InputError as refusal:
+        return f"no: {refusal}"
+    old = [*objective.corrections, *objective.masks, *objective.regularisers]
+    new = [*made.corrections, *made.masks, *made.regularisers]
+    (found,) = [t for t in new if t not in old]
+    by_response = getattr(found, "level", "token") == "sequence"
+    replaced = [t for t in parts(objective.policy) if t not in parts(made.policy)]
+    said = ["by response"] if by_response else []
+    said += [f"instead of `{type(t).__name__}`" for t in replaced]
+    return ", ".join(said) or "yes"
+
+
+def _plain(make: Callable[..., Objective]) -> Objective:
+    """A named objective with its defaults."""
+    return make(**_required(make))
+
+
+def _required(make: Callable[..., Objective]) -> dict[str, float]:
+    """Values for arguments without a default."""
+    parameters = inspect.signature(make).parameters
+    return {n: 1.0 for n, p in parameters.items() if p.default is inspect.Parameter.empty}
+
+
 def _cells(make: Callable[..., Objective]) -> list[str]:
     parameters = inspect.signature(make).parameters
-    required = {n: 1.0 for n, p in parameters.items() if p.default is inspect.Parameter.empty}
+    required = _required(make)
     plain = make(**required)
     beta = parameters["beta"].default if "beta" in parameters else None
     with_kl = plain if beta is None else make(**required, beta=1.0)
@@ -114,7 +179,8 @@ def _cells(make: Callable[..., Objective]) -> list[str]:
         _placed_kl(with_kl, beta),
         _spelt([*plain.shaping, *plain.masks, *plain.corrections]),
         _spelt([plain.weights], required),
-        _listed(plain.needs),
+        _listed(plain.prepare_needs),
+        _listed(plain.loss_needs),
         ", ".join(
             f"[{number}](https://arxiv.org/abs/{number})"
             for number in dict.fromkeys(re.findall(r"arXiv:(\d+\.\d+)", make.__doc__ or ""))
@@ -171,14 +237,14 @@ def _row(cells: Any) -> str:
 
 def document() -> str:
     """The page docs/losses.md."""
-    return _PAGE.format(table=table())
+    return _PAGE.format(table=table(), settings=settings_table())
 
 
 def write(path: str | Path = "docs/losses.md") -> None:
     """Writes that page.
 
     Args:
-        path: Where to, from the repository's root.
+      path: Where to, from the repository's root.
     """
     Path(path).write_text(document(), encoding="utf-8")
 
@@ -191,16 +257,28 @@ Generated from `rljax/losses/named.py` by
 
 An objective is maximised; the loss is a sum over tokens, `Σ -w·c·J + Σ penalties`. Read a row as:
 where advantages come from, whether there is a critic, which ratio, what keeps the policy close,
-where the KL to the reference stands (and its default coefficient β; 0 means that no reference is
-asked for), what is shaped, masked or corrected before, what a token weighs, and what the caller
-supplies. Every name is a transform of `rljax.losses`; its docstring has the formula.
+where the KL to the reference is taken (and its default coefficient β; with 0 no reference is
+needed), what is shaped, masked or corrected before, what a token weighs, and what must be supplied
+to each half. Every name is a transform of `rljax.losses`; its docstring has the formula.
 
 {table}
-What *needs* means: `old`, `rollout`, `ref`, `teacher`, `values`, `components` are the batch's
-`old_logp`, `rollout_logp`, `ref_logp`, `teacher_logp`, `values` and `score_components`. `old` may
-be left out by whoever takes a single on-policy update from each batch: the live policy is then its
-own anchor, and every ratio is 1.
+`old`, `rollout`, `ref`, `teacher`, `values`, `components` are the batch's `old_logp`,
+`rollout_logp`, `ref_logp`, `teacher_logp`, `values` and `score_components`. `prepare` runs once on
+a rollout batch and refuses a missing field; `loss` reads what it needs from the rows that `prepare`
+made. Where only the loss needs `old`, it may be left out if each rollout batch gives one update:
+the live policy is then its own anchor, and every ratio is 1.
 
+## Additional settings
+
+Settings that any objective may have (`Objective.adding`; in training, the flags of these names).
+*yes*: as described for the term. *by response*: the objective has one ratio for a whole response,
+so the term judges responses too: `truncated_is` takes the product of the importance weights over
+the response, `top_entropy` ranks responses by the mean entropy of their tokens, `clip_cov` and
+`kl_cov` go by the covariance of a response's advantage and its log-probability per token.
+*instead of ...*: the term replaces that part of the trust region. *no*: refused, for the reason
+below the table.
+
+{settings}
 ## The loss is 0. Is it broken?
 
 No. On the first update of a batch the live policy is the one that sampled, so every ratio is 1 and

@@ -7,7 +7,7 @@ prompt too, so that a response without any token of its own still counts as one)
 """
 
 import dataclasses
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,9 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 from rljax.errors import InputError
 from rljax.losses.base import Transform
-from rljax.losses.sequences import Layout
+from rljax.losses.sequences import SequenceLayout
+
+Tokens: TypeAlias = Shaped[Array, "B T"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,28 +29,30 @@ class Weights(Transform):
         mask: Bool[Array, "B T"],
         keep: Shaped[Array, " B"] | Shaped[Array, "B T"],
         group: Shaped[Array, " B"] | Shaped[Array, "B T"],
-        layout: Layout | None = None,
+        layout: SequenceLayout | None = None,
     ) -> Float[Array, "B T"]:
         """Weighs every token of an optimizer batch.
 
         Args:
-            mask: The policy's own tokens.
-            keep: What counts in the denominators: [B] or [B, T].
-            group: Which prompt each response answers: [B] or [B, T].
-            layout: How sequences lie in packed rows; None: one response a row.
+          mask: The policy's own tokens.
+          keep: What counts in the denominators: [B] or [B, T].
+          group: Which prompt each response answers: [B] or [B, T].
+          layout: How sequences lie in packed rows; None: one response a row.
 
         Returns:
-            w, 0 outside mask and keep.
+          w, 0 outside mask and keep.
         """
         mask, keep, group = (jnp.asarray(x) for x in (mask, keep, group))
         keep = jnp.broadcast_to(keep[:, None] if keep.ndim == 1 else keep, mask.shape)
         group = jnp.broadcast_to(group[:, None] if group.ndim == 1 else group, mask.shape)
         kept = mask & keep
-        weight = self.weigh(kept, keep, group, layout or Layout())
+        weight = self.weigh(kept, keep, group, layout or SequenceLayout())
         return jnp.where(kept, weight, 0.0)
 
-    def weigh(self, kept: Any, keep: Any, group: Any, layout: Layout) -> Float[Array, "B _"]:
-        """The weight of kept tokens; what it says elsewhere is ignored."""
+    def weigh(
+        self, kept: Tokens, keep: Tokens, group: Tokens, layout: SequenceLayout
+    ) -> Float[Array, "B _"]:
+        """The weight of kept tokens; other entries are ignored."""
         raise NotImplementedError
 
 
@@ -56,7 +60,9 @@ class Weights(Transform):
 class token_mean(Weights):
     """1 / kept tokens: every token the same; long responses weigh more (DAPO)."""
 
-    def weigh(self, kept: Any, keep: Any, group: Any, layout: Layout) -> Float[Array, "B _"]:
+    def weigh(
+        self, kept: Tokens, keep: Tokens, group: Tokens, layout: SequenceLayout
+    ) -> Float[Array, "B _"]:
         """The weight of kept tokens."""
         return _inverse(kept.sum())
 
@@ -65,7 +71,9 @@ class token_mean(Weights):
 class sequence_mean(Weights):
     """1 / (kept non-empty responses · the response's kept tokens): every response the same."""
 
-    def weigh(self, kept: Any, keep: Any, group: Any, layout: Layout) -> Float[Array, "B _"]:
+    def weigh(
+        self, kept: Tokens, keep: Tokens, group: Tokens, layout: SequenceLayout
+    ) -> Float[Array, "B _"]:
         """The weight of kept tokens."""
         lengths = layout.sums(kept.astype(jnp.float32))
         return layout.spread(_inverse((lengths > 0).sum()) * _inverse(lengths))
@@ -78,7 +86,9 @@ class prompt_mean(Weights):
     Mini-batches must keep groups whole.
     """
 
-    def weigh(self, kept: Any, keep: Any, group: Any, layout: Layout) -> Float[Array, "B _"]:
+    def weigh(
+        self, kept: Tokens, keep: Tokens, group: Tokens, layout: SequenceLayout
+    ) -> Float[Array, "B _"]:
         """The weight of kept tokens."""
         lengths = layout.sums(kept.astype(jnp.float32))
         ids = layout.constant(group).reshape(-1)
@@ -94,8 +104,8 @@ class constant(Weights):
     """1 / (length · kept responses): a sum over tokens, whatever a response's length (Dr. GRPO).
 
     Args:
-        length: The constant L, usually the generation budget; 1 gives the sum over tokens divided
-            by the number of responses.
+      length: The constant L, usually the generation budget; 1 gives the sum over tokens divided
+        by the number of responses.
     """
 
     length: float
@@ -104,7 +114,9 @@ class constant(Weights):
         if not self.length > 0:
             raise InputError(f"length must be positive, got {self.length}: use the token budget")
 
-    def weigh(self, kept: Any, keep: Any, group: Any, layout: Layout) -> Float[Array, "B _"]:
+    def weigh(
+        self, kept: Tokens, keep: Tokens, group: Tokens, layout: SequenceLayout
+    ) -> Float[Array, "B _"]:
         """The weight of kept tokens."""
         return _inverse(layout.any(keep).sum()) / self.length
 
@@ -113,7 +125,9 @@ class constant(Weights):
 class token_sum(Weights):
     """1: the plain sum over kept tokens, without a denominator."""
 
-    def weigh(self, kept: Any, keep: Any, group: Any, layout: Layout) -> Float[Array, "B _"]:
+    def weigh(
+        self, kept: Tokens, keep: Tokens, group: Tokens, layout: SequenceLayout
+    ) -> Float[Array, "B _"]:
         """The weight of kept tokens."""
         return jnp.ones((1, 1), jnp.float32)
 

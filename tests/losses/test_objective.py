@@ -1,11 +1,14 @@
 """How an objective is put together, cut, and refused."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rljax import losses as L
+from rljax.losses import named
 
 KEY = jax.random.key(3)
 LENGTHS = [5, 2, 6, 1, 3, 4]
@@ -109,14 +112,45 @@ def test_advantages_and_old_logp_carry_no_gradient(batch, logp):
         assert (gradient == 0).all()
 
 
-def test_needs():
-    assert L.grpo().needs == {"old", "ref"}
-    assert L.grpo(beta=0.0).needs == L.gspo().needs == {"old"}
-    assert L.supervised().needs == set()
-    corrected = L.Objective(
-        L.group_center(), L.token_ratio(), L.token_mean(), corrections=L.truncated_is()
+def test_needs_of_each_half():
+    def halves(objective):
+        assert objective.needs == objective.prepare_needs | objective.loss_needs
+        return objective.prepare_needs, objective.loss_needs
+
+    assert halves(L.grpo()) == (set(), {"old", "ref"})
+    assert halves(L.grpo(beta=0.0)) == halves(L.gspo()) == (set(), {"old"})
+    assert halves(L.supervised()) == (set(), set())
+    assert halves(L.reinforce_plus_plus(beta=0.1)) == ({"old", "ref"}, {"old"})
+    assert halves(L.decoupled_ppo()) == ({"old", "rollout"}, {"old"})
+    assert halves(L.scalerl()) == (set(), {"rollout"})
+    assert halves(L.ppo()) == ({"values"}, {"old", "values"})
+    assert halves(L.distillation()) == (set(), {"old", "teacher"})
+    assert halves(L.gdpo()) == ({"components"}, {"old"})
+    added = L.gspo().adding(L.top_entropy(0.2), L.clip_cov(), L.entropy_bonus(0.1))
+    assert halves(added) == ({"old_entropy"}, {"old", "batch_stats", "entropy"})
+
+
+@pytest.mark.parametrize("name", [make.__name__ for make in named.ALL])
+def test_needs_are_what_is_read(batch, logp, name):
+    """Each named need is missed, and with those of both halves nothing else is."""
+    fields = {"old": "old_logp", "rollout": "rollout_logp", "ref": "ref_logp"}
+    fields |= {"teacher": "teacher_logp", "values": "values", "components": "score_components"}
+    make = getattr(L, name)
+    given = {"beta": 0.1} if "beta" in inspect.signature(make).parameters else {}
+    objective = make(length=6, **given) if name == "dr_grpo" else make(**given)
+    whole = batch.replace(
+        teacher_logp=batch.ref_logp, values=batch.ref_logp, score_components=jnp.eye(6)
     )
-    assert corrected.needs == {"old", "rollout"}
+    outputs = L.PolicyOutputs(logp, values=logp)
+    least = whole.replace(**{f: None for n, f in fields.items() if n not in objective.needs})
+    rows, _ = objective.prepare(least)
+    objective.loss(outputs, rows)
+    for need in objective.prepare_needs:
+        with pytest.raises(ValueError, match=f"needs {fields[need]}, got None"):
+            objective.prepare(least.replace(**{fields[need]: None}))
+    for need in objective.loss_needs - {"old"}:
+        with pytest.raises(ValueError, match=f"needs {fields[need]}, got None"):
+            objective.loss(outputs, rows.replace(**{fields[need]: None}))
 
 
 def test_missing_fields_are_named(batch, logp):

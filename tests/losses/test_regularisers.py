@@ -197,12 +197,12 @@ def test_adaptive_entropy_moves_towards_its_target(pair):
     (_, stats), gradient = value(entropy, state)
     np.testing.assert_allclose(gradient[1], -0.01 / 4, rtol=1e-5)
     state = objective.update_state(state, stats)  # entropy 1.625 < 2: rises
-    assert state["entropy_coef"] == pytest.approx(0.014)
+    assert state["adaptive_entropy/entropy_coef"] == pytest.approx(0.014)
     state = objective.update_state(state, stats)
-    assert state["entropy_coef"] == pytest.approx(0.015)  # held by its bound
+    assert state["adaptive_entropy/entropy_coef"] == pytest.approx(0.015)  # held by its bound
     (_, stats), _ = value(entropy + 5, state)
     state = jax.jit(objective.update_state)(state, stats)  # above: falls, and rests
-    assert state["entropy_coef"] == pytest.approx(0.011)
+    assert state["adaptive_entropy/entropy_coef"] == pytest.approx(0.011)
     np.testing.assert_array_equal(value(entropy, state)[1], 0)
 
 
@@ -210,9 +210,20 @@ def test_state_is_asked_for_by_name(pair):
     _, value, entropy = with_entropy(L.adaptive_entropy(target=2.0), pair)
     with pytest.raises(ValueError, match=r"pass state=objective\.init_state"):
         value(entropy, None)
-    with pytest.raises(ValueError, match="one regulariser may keep state"):
-        with_entropy((L.adaptive_entropy(1.0), L.adaptive_entropy(2.0)), pair)
     assert L.grpo().init_state() == {}
+
+
+def test_several_terms_keep_state(pair):
+    terms = (L.adaptive_entropy(2.0, initial=0.01), L.adaptive_entropy(1.0, initial=0.5))
+    objective, value, entropy = with_entropy(terms, pair)
+    state = objective.init_state()
+    assert state["adaptive_entropy/entropy_coef"] == pytest.approx(0.01)
+    assert state["adaptive_entropy_2/entropy_coef"] == pytest.approx(0.5)
+    (_, stats), gradient = value(entropy, state)
+    np.testing.assert_allclose(gradient[1], -0.51 / 4, rtol=1e-5)
+    state = jax.jit(objective.update_state)(state, stats)  # entropy 1.625
+    assert state["adaptive_entropy/entropy_coef"] == pytest.approx(0.015)
+    assert state["adaptive_entropy_2/entropy_coef"] == pytest.approx(0.495)
 
 
 def test_a_missing_entropy_is_named(pair):
