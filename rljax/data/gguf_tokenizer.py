@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rljax.errors import InputError
+from rljax.errors import InputError, MissingDependencyError
 
 # How llama.cpp's names for pre-tokenizers (tokenizer.ggml.pre) split text before the merges.
 _LLAMA3 = (
@@ -28,8 +28,8 @@ def read_gguf_tokenizer(path: Path) -> tuple[Any, list[int], bool]:
         token.
 
     Raises:
-        ValueError: Where the package gguf is missing, the file is malformed, or its tokenizer is
-            of another kind.
+        MissingDependencyError: Where the package gguf is missing.
+        InputError: Where the file is malformed, or its tokenizer is of another kind.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, processors
     from transformers import PreTrainedTokenizerFast
@@ -84,7 +84,7 @@ def _read_fields(path: Path) -> dict[str, Any]:
     try:
         import gguf
     except ImportError:
-        raise InputError(
+        raise MissingDependencyError(
             f"reading {str(path)!r} needs the package gguf, which is not installed: "
             "run `pip install gguf`"
         ) from None

@@ -24,7 +24,7 @@ class Prompt:
 
     Attributes:
         id: The row of the data set (its number in the source and split, dropped rows counted).
-        draw: How often this prompt was asked before: the epoch.
+        draw: How often this prompt was drawn before: the epoch.
         tokens: The rendered text's token ids, int32 [n].
         text: The rendered text.
         columns: Every column of the row, with `question` and `answer` (text) among them.
@@ -136,15 +136,18 @@ def load_prompts(
 def _render(
     index: int, row: dict[str, Any], tokenizer: Tokenizer, template: str, name: str
 ) -> Prompt:
-    text = render(template, row["question"], tokenizer)
-    tokens = np.asarray(tokenizer.encode(text), np.int32)
+    try:
+        text = render(template, row["question"], tokenizer)
+        tokens = np.asarray(tokenizer.encode(text), np.int32)
+    except InputError as error:
+        raise InputError(f"row {index} of {name}: {error}") from None
     if not len(tokens):
         raise InputError(f"row {index} of {name} renders to no tokens at all: remove the row")
     return Prompt(id=index, draw=0, tokens=tokens, text=text, columns=row)
 
 
 class PromptStream(Iterator[Prompt]):
-    """Prompts without end: every epoch holds each prompt once, in an order of its own.
+    """An endless stream of prompts: each epoch is a new permutation of all of them.
 
     The order follows from the seed alone. `get_state` after any number of prompts, put into a new
     stream by `set_state`, continues with the very next one, also across the end of an epoch.

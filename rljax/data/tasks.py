@@ -31,7 +31,7 @@ def split_rows(
         The rows of the split, in the order of the permutation.
 
     Raises:
-        ValueError: On an unknown split, or where no row would be left to train on.
+        InputError: On an unknown split, or where no row would be left to train on.
     """
     if split not in SPLITS:
         raise InputError(f"split={split!r} is unknown: use one of {', '.join(SPLITS)}")

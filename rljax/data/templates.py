@@ -1,4 +1,4 @@
-"""Prompt templates: how a question becomes the text that the policy continues."""
+"""Prompt templates: from a question to the text that the policy continues."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ _QWEN_MATH = (
 
 
 def none(question: Question, tokenizer: Tokenizer) -> str:
-    """The question as it is, after the start token where the tokenizer wants one."""
+    """The question as it is, after the start token where the tokenizer has one."""
     return tokenizer.bos_token + _plain(question, "none")
 
 
@@ -64,13 +64,13 @@ def render(template: str, question: Question, tokenizer: Tokenizer) -> str:
     Args:
         template: A name in `TEMPLATES`: "none", "chat", "r1" or "qwen-math".
         question: The question, or chat messages ({"role", "content"}) for the template "chat".
-        tokenizer: Knows its chat template and its start token.
+        tokenizer: Has the chat template and the start token.
 
     Returns:
-        The text. It holds every special token that is wanted, so encode it without adding any.
+        The text, special tokens included: encode it without adding any.
 
     Raises:
-        ValueError: On an unknown template, or where the tokenizer has no chat template.
+        InputError: On an unknown template, or where the tokenizer has no chat template.
     """
     if template not in TEMPLATES:
         raise InputError(f"template={template!r} is unknown: use one of {', '.join(TEMPLATES)}")

@@ -1,4 +1,4 @@
-"""Tokenizers: what the rest of the library asks of one, and those it knows."""
+"""Tokenizers: the protocol that the rest of the library uses, and its implementations."""
 
 import json
 import logging
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from rljax.errors import InputError, MissingFileError
+from rljax.errors import InputError, MissingDependencyError, MissingFileError
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the library asks of a tokenizer.
+    """What a tokenizer must provide.
 
     Attributes:
         vocab_size: One more than the largest id.
@@ -42,7 +42,7 @@ class CharTokenizer:
     """One id a character: 0 is padding, 1 ends a response, the alphabet follows in its order."""
 
     pad_id = 0
-    end_ids = (1,)
+    end_ids: tuple[int, ...] = (1,)
     bos_token = ""
 
     def __init__(self, alphabet: str):
@@ -56,13 +56,15 @@ class CharTokenizer:
         self._ids = {character: i + 2 for i, character in enumerate(alphabet)}
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text; ValueError on a character outside the alphabet."""
+        """The ids of a text; InputError on a character outside the alphabet."""
         try:
             return [self._ids[character] for character in text]
         except KeyError as error:
             raise InputError(
-                f"character {error.args[0]!r} of {text!r} is not in the alphabet "
-                f"{self.alphabet!r}: add it there"
+                f"character {error.args[0]!r} of {_short(text)} is none of the "
+                f"{len(self.alphabet)} that the character tokenizer knows ({self.alphabet!r}): "
+                "remove it from the text, or make the tokenizer of data that contain it "
+                "(rljax.data.alphabet)"
             ) from None
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -75,6 +77,10 @@ class CharTokenizer:
         raise InputError(
             "template='chat' needs a chat template and CharTokenizer has none: use template='none'"
         )
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:37]}...")
 
 
 class PretrainedTokenizer:
@@ -114,7 +120,7 @@ class PretrainedTokenizer:
         """Renders messages by the tokenizer's chat template and opens the assistant's turn.
 
         Raises:
-            ValueError: Where it has no chat template, or the template refuses the messages.
+            InputError: Where it has no chat template, or the template refuses the messages.
         """
         if not self._tokenizer.chat_template:
             raise InputError(
@@ -126,13 +132,13 @@ class PretrainedTokenizer:
                 list(messages), tokenize=False, add_generation_prompt=True
             )
         except ImportError:
-            raise InputError(
+            raise MissingDependencyError(
                 "template='chat' needs jinja2, which is not installed: run `pip install jinja2`"
             ) from None
         except Exception as error:  # the template's own errors are of jinja2, loaded lazily
             raise InputError(
                 f"template='chat': the tokenizer's template refused the messages "
-                f"({' '.join(str(error).split())}): mend them or use another template"
+                f"({' '.join(str(error).split())}): fix them or use another template"
             ) from None
 
 
@@ -148,8 +154,8 @@ def load_tokenizer(path: str | Path) -> PretrainedTokenizer:
         The tokenizer.
 
     Raises:
-        FileNotFoundError: Where the path does not exist.
-        ValueError: Where it holds no tokenizer that can be read, or no end id is known.
+        MissingFileError: Where the path does not exist.
+        InputError: Where it holds no tokenizer that can be read, or no end id is known.
     """
     path = Path(path)
     if not path.exists():
@@ -207,10 +213,10 @@ def _load_folder(path: Path) -> Any:
         )
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:  # whatever a malformed file provokes in there
+    except Exception as error:  # transformers and tokenizers raise errors of many classes
         raise InputError(
             f"the tokenizer of model folder {str(path)!r} cannot be read "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}): mend its files"
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}): fix its files"
         ) from None
 
 
@@ -220,8 +226,10 @@ def _folder_end_ids(path: Path, tokenizer: Any) -> list[int]:
         if (path / name).is_file():
             try:
                 found = json.loads((path / name).read_text(encoding="utf-8")).get("eos_token_id")
-            except (ValueError, AttributeError):
-                raise InputError(f"{path / name} is not a JSON object: mend the file") from None
+            except (OSError, ValueError, AttributeError):
+                raise InputError(
+                    f"{path / name} cannot be read as a JSON object: fix the file"
+                ) from None
             ids.extend(found if isinstance(found, list) else [found])
     ids.append(tokenizer.eos_token_id)
     return [i for i in ids if i is not None]

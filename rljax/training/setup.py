@@ -31,6 +31,8 @@ from rljax.data import (
     PromptFormat,
     PromptStream,
     Tokenizer,
+    alphabet,
+    check_vocabulary,
     load_prompts,
     load_rows,
     load_tokenizer,
@@ -179,12 +181,8 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
     rules = meshes.read_rules(config.model.train_rules, meshes.TRAIN_RULES)
     policy = _Policy.open(config, mesh, rules)
     settings, data = config.rollout, config.data
-    prompt_format = PromptFormat(
-        data.template,
-        data.question_column or None,
-        data.answer_column or None,
-        data.max_prompt_length,
-    )
+    prompt_format = _prompt_format(config)
+    check_vocabulary(policy.tokenizer, policy.model.vocab_size, data.template)
     prompts = PromptStream(data.data, policy.tokenizer, prompt_format, seed=config.run.seed)
     processes.agree({"digest of the prompts": prompts.get_state()["digest"]})
     held_out, validation = _held_out(config, policy.tokenizer, prompt_format)
@@ -553,9 +551,24 @@ def _teacher(
 
 
 def _alphabet(config: Config) -> str:
-    """The characters of the training data: what a model from random weights must know."""
-    rows = load_rows(config.data.data, "train")
-    return "".join(sorted({c for row in rows for value in row.values() for c in str(value)}))
+    """The characters of all data of the run: what a model from random weights must know."""
+    data = config.data
+    sources = [load_rows(data.data, "train")]
+    if data.data in TASKS:
+        sources.append(load_rows(data.data, "validation"))
+    if data.eval_data or data.data in TASKS or Path(data.data).is_dir():
+        sources.append(load_rows(data.eval_data or data.data, "test"))
+    return alphabet(sources, _prompt_format(config))
+
+
+def _prompt_format(config: Config) -> PromptFormat:
+    data = config.data
+    return PromptFormat(
+        data.template,
+        data.question_column or None,
+        data.answer_column or None,
+        data.max_prompt_length,
+    )
 
 
 def _held_out(
