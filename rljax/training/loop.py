@@ -20,7 +20,7 @@ from rljax import models, processes
 from rljax.batch import Batch, Rows
 from rljax.config import Config
 from rljax.errors import TrainingStoppedError
-from rljax.evals import evaluate
+from rljax.evals import EvalTask, evaluate, seed_for_evaluation
 from rljax.monitoring import LiveDisplay, compilations, plot_curves
 from rljax.rollouts import Collected, ScoredGroup, collect, component_metrics, make_batch
 from rljax.sampling import SamplingParams
@@ -351,9 +351,7 @@ def _evaluate(run: Run, sampling: SamplingParams, k: int) -> dict[str, float]:
         run.scorer,
         run.tokenizer,
         sampling,
-        k,
-        seed=run.config.run.seed + 1,
-        task=_task_name(run.config),
+        EvalTask(_task_name(run.config), k, seed_for_evaluation(run.config.run.seed)),
     )
 
 

@@ -16,7 +16,7 @@ from rljax import models, processes
 from rljax.batch import Batch
 from rljax.data import Prompt
 from rljax.errors import InputError
-from rljax.evals import evaluate
+from rljax.evals import EvalTask, evaluate, seed_for_evaluation
 from rljax.sampling import SamplingParams
 from rljax.training import state as states
 from rljax.training import update as updates
@@ -82,9 +82,7 @@ def warm_up(run: Run, tell: Callable[[str], None]) -> dict[str, float]:
             run.scorer,
             run.tokenizer,
             greedy,
-            1,
-            run.config.run.seed,
-            "validation",
+            EvalTask("validation", seed=seed_for_evaluation(run.config.run.seed)),
         )
         run.engine.unload()
         accuracy = found["eval/validation/greedy"]
