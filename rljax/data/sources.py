@@ -23,22 +23,22 @@ def load_rows(source: Source, split: str | None = None, task_seed: int = 0) -> l
     """Loads every row of a source.
 
     Args:
-        source: The name of a generated task (`TASKS`), a .jsonl or .parquet file, a folder of such
-            files (read in the order of their names; subfolders are ignored), or
-            the rows themselves: dicts of columns, or questions without answers (texts, or lists
-            of chat messages {"role", "content"}), which get the column question.
-        split: "train", "validation" or "test". Needed for generated tasks. Of a folder whose
-            files begin with the name of a split, only that split's are read. A single file and
-            rows given directly are always taken whole.
-        task_seed: Decides which question of a generated task falls into which split. It is not
-            the seed of the run: training and evaluation must share it.
+      source: The name of a generated task (`TASKS`), a .jsonl or .parquet file, a folder of such
+        files (read in the order of their names; subfolders are ignored), or
+        the rows themselves: dicts of columns, or questions without answers (texts, or lists
+        of chat messages {"role", "content"}), which get the column question.
+      split: "train", "validation" or "test". Needed for generated tasks. Of a folder whose
+        files begin with the name of a split, only that split's are read. A single file and
+        rows given directly are always taken whole.
+      task_seed: Decides which question of a generated task falls into which split. It is not
+        the seed of the run: training and evaluation must share it.
 
     Returns:
-        Rows as dicts. A column some rows lack is None in them.
+      Rows as dicts. A column some rows lack is None in them.
 
     Raises:
-        MissingFileError: Where there is neither such a task nor such a file.
-        InputError: On a file that is malformed or cannot be read, or an empty source.
+      MissingFileError: Where there is neither such a task nor such a file.
+      InputError: On a file that is malformed or cannot be read, or an empty source.
     """
     if isinstance(source, str) and source in TASKS:
         if split is None:
@@ -65,22 +65,22 @@ def question_and_answer(
     A column is named by itself or, inside a nested record, by a path ("reward_model.answer").
 
     Args:
-        rows: Rows with equal columns.
-        question_column: The column of the question; several are joined by a space; None looks for
-            the usual names (`QUESTION_COLUMNS`).
-        answer_column: The column of the answer; "" if the rewards need none (answers are "");
-            None looks for the usual names (`ANSWER_COLUMNS`) and, where there is none of them,
-            adds no column: a reward function that needs an answer then refuses the data
-            (`Scorer.check`).
-        name: What to call the source in errors.
+      rows: Rows with equal columns.
+      question_column: The column of the question; several are joined by a space; None looks for
+        the usual names (`QUESTION_COLUMNS`).
+      answer_column: The column of the answer; "" if the rewards need none (answers are "");
+        None looks for the usual names (`ANSWER_COLUMNS`) and, where there is none of them,
+        adds no column: a reward function that needs an answer then refuses the data
+        (`Scorer.check`).
+      name: What to call the source in errors.
 
     Returns:
-        Rows with `question` (text, or a list of chat messages) and `answer` (text, unchanged:
-        the verifier extracts the final answer of a worked solution) besides all their other
-        columns.
+      Rows with `question` (text, or a list of chat messages) and `answer` (text, unchanged:
+      the verifier extracts the final answer of a worked solution) besides all their other
+      columns.
 
     Raises:
-        InputError: Where a column is missing, or a row has no question or answer.
+      InputError: Where a column is missing, or a row has no question or answer.
     """
     if question_column is None:
         question_column = _find(rows[0], QUESTION_COLUMNS, "question", name)

@@ -14,10 +14,10 @@ class Tokenizer(Protocol):
     """What a tokenizer must provide.
 
     Attributes:
-        vocab_size: One more than the largest id.
-        pad_id: Fills rows up; may equal an end id, as masks are explicit everywhere.
-        end_ids: The ids that end a response.
-        bos_token: Text of the start token that a sequence begins with, "" if it begins with none.
+      vocab_size: One more than the largest id.
+      pad_id: Fills rows up; may equal an end id, as masks are explicit everywhere.
+      end_ids: The ids that end a response.
+      bos_token: Text of the start token that a sequence begins with, "" if it begins with none.
     """
 
     vocab_size: int
@@ -86,7 +86,7 @@ def _short(text: str) -> str:
 class PretrainedTokenizer:
     """A tokenizer of the transformers package behind the library's protocol.
 
-    Text is encoded as it stands: no special token is added, but those written in it are
+    Text is encoded unchanged: no special token is added, but those written in it are
     recognised (templates write them).
     """
 
@@ -94,9 +94,9 @@ class PretrainedTokenizer:
         """Wraps a tokenizer.
 
         Args:
-            tokenizer: A transformers tokenizer.
-            end_ids: The ids that end a response, at least one.
-            bos_token: Text of the start token, "" if sequences begin with none.
+          tokenizer: A transformers tokenizer.
+          end_ids: The ids that end a response, at least one.
+          bos_token: Text of the start token, "" if sequences begin with none.
         """
         self._tokenizer = tokenizer
         self.end_ids = tuple(dict.fromkeys(int(i) for i in end_ids))
@@ -110,7 +110,7 @@ class PretrainedTokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; end ids are left out, other special tokens stand as they are written."""
+        """The text of ids; end ids are left out, other special tokens are kept."""
         kept = [int(i) for i in ids if i not in self.end_ids and i < self.vocab_size]
         return self._tokenizer.decode(
             kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -120,7 +120,7 @@ class PretrainedTokenizer:
         """Renders messages by the tokenizer's chat template and opens the assistant's turn.
 
         Raises:
-            InputError: Where it has no chat template, or the template refuses the messages.
+          InputError: Where it has no chat template, or the template refuses the messages.
         """
         if not self._tokenizer.chat_template:
             raise InputError(
@@ -146,16 +146,16 @@ def load_tokenizer(path: str | Path) -> PretrainedTokenizer:
     """Loads the tokenizer of a model on this machine; nothing is downloaded.
 
     Args:
-        path: A Hugging Face model folder, or a .gguf file. A folder's end ids are all of
-            `eos_token_id` in generation_config.json and config.json and the tokenizer's own; a
-            GGUF file's are its end-of-sequence and end-of-turn ids.
+      path: A Hugging Face model folder, or a .gguf file. A folder's end ids are all of
+        `eos_token_id` in generation_config.json and config.json and the tokenizer's own; a
+        GGUF file's are its end-of-sequence and end-of-turn ids.
 
     Returns:
-        The tokenizer.
+      The tokenizer.
 
     Raises:
-        MissingFileError: Where the path does not exist.
-        InputError: Where it holds no tokenizer that can be read, or no end id is known.
+      MissingFileError: Where the path does not exist.
+      InputError: Where it holds no tokenizer that can be read, or no end id is known.
     """
     path = Path(path)
     if not path.exists():

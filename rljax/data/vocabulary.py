@@ -21,15 +21,15 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, template: str = "non
     a template ends turns by a token that is no end id: responses then go on after their end.
 
     Args:
-        tokenizer: The tokenizer.
-        vocab_size: Rows of the embedding.
-        template: The name of the prompt template; "chat" and "qwen-math" end turns.
+      tokenizer: The tokenizer.
+      vocab_size: Rows of the embedding.
+      template: The name of the prompt template; "chat" and "qwen-math" end turns.
 
     Returns:
-        How many ids of the embedding the tokenizer does not have; `unused_ids` lists them.
+      How many ids of the embedding the tokenizer does not have; `unused_ids` lists them.
 
     Raises:
-        InputError: An end id, or another id of the tokenizer, is beyond the embedding.
+      InputError: An end id, or another id of the tokenizer, is beyond the embedding.
     """
     beyond = [i for i in tokenizer.end_ids if not 0 <= i < vocab_size]
     if beyond:
@@ -68,8 +68,8 @@ def unused_ids(tokenizer: Tokenizer, vocab_size: int) -> Int32[np.ndarray, " n"]
     """The ids of an embedding that are beyond a tokenizer's, rising.
 
     Args:
-        tokenizer: The tokenizer.
-        vocab_size: Rows of the embedding.
+      tokenizer: The tokenizer.
+      vocab_size: Rows of the embedding.
     """
     return np.arange(tokenizer.vocab_size, vocab_size, dtype=np.int32)
 
@@ -78,11 +78,11 @@ def end_of_turn(tokenizer: Tokenizer, template: str) -> int | None:
     """The token with which a template ends the assistant's turn.
 
     Args:
-        tokenizer: Renders and encodes.
-        template: The name of a template.
+      tokenizer: Renders and encodes.
+      template: The name of a template.
 
     Returns:
-        Its id; None where the template has no turns, or does not render earlier replies.
+      Its id; None where the template has no turns, or does not render earlier replies.
     """
     if template == "qwen-math":
         rest = "<|im_end|>"

@@ -24,8 +24,8 @@ class AnswerParser:
     """Extracts answers from completions, for majority votes and the answering rate.
 
     Attributes:
-        extract: The answer in a completion; None where there is none.
-        same: Whether two answers are the same.
+      extract: The answer in a completion; None where there is none.
+      same: Whether two answers are the same.
     """
 
     extract: Callable[[str], str | None]
@@ -37,11 +37,11 @@ class EvalTask:
     """One evaluation: its name in the tags, and how often and with which keys it samples.
 
     Attributes:
-        name: The name in the tags, without '/'.
-        num_generations: Samples a prompt (k).
-        seed: Of the sampling keys; of a run's evaluations, `seed_for_evaluation` of its seed.
-        parser: Extracts answers for maj@k and answering_rate; None: as the verifier does, which
-            for all but 'boxed' and 'numeric' takes the whole text.
+      name: The name in the tags, without '/'.
+      num_generations: Samples a prompt (k).
+      seed: Of the sampling keys; of a run's evaluations, `seed_for_evaluation` of its seed.
+      parser: Extracts answers for maj@k and answering_rate; None: as the verifier does, which
+        for all but 'boxed' and 'numeric' takes the whole text.
     """
 
     name: str
@@ -64,13 +64,13 @@ class Evaluation:
     """The samples of an evaluation; row i holds those of prompt i.
 
     Attributes:
-        completions: Their texts, [prompts][k].
-        answers: The answers in them, [prompts][k]; None where there is none. Of one prompt, equal
-            answers are equal strings.
-        scores: The verifier's scores.
-        valid: False where scoring failed.
-        lengths: Tokens, the end token included.
-        truncated: Whether the length limit cut it off.
+      completions: Their texts, [prompts][k].
+      answers: The answers in them, [prompts][k]; None where there is none. Of one prompt, equal
+        answers are equal strings.
+      scores: The verifier's scores.
+      valid: False where scoring failed.
+      lengths: Tokens, the end token included.
+      truncated: Whether the length limit cut it off.
     """
 
     completions: list[list[str]]
@@ -109,19 +109,19 @@ def evaluate(
     valid samples, pass@k over the prompts with k valid ones.
 
     Args:
-        engine: The sampler, its weights loaded.
-        prompts: The prompts.
-        scorer: Its first function is the verifier, whose scores decide what is correct.
-        tokenizer: Decodes the samples.
-        sampling: How to sample; where it names no end ids, the tokenizer's are used.
-        task: Name, number of samples a prompt and seed.
-        on_progress: Called with how many prompts are sampled and how many there are, after each.
+      engine: The sampler, its weights loaded.
+      prompts: The prompts.
+      scorer: Its first function is the verifier, whose scores decide what is correct.
+      tokenizer: Decodes the samples.
+      sampling: How to sample; where it names no end ids, the tokenizer's are used.
+      task: Name, number of samples a prompt and seed.
+      on_progress: Called with how many prompts are sampled and how many there are, after each.
 
     Returns:
-        Tags to numbers.
+      Tags to numbers.
 
     Raises:
-        InputError: There are no prompts, or temperature 0 comes with k > 1.
+      InputError: There are no prompts, or temperature 0 comes with k > 1.
     """
     evaluation = sample(engine, prompts, scorer, tokenizer, sampling, task, on_progress)
     return summarize(evaluation, task.name, greedy=sampling.temperature == 0)
@@ -139,7 +139,7 @@ def sample(
     """Sample and score; the arguments are those of `evaluate`.
 
     Returns:
-        The samples and their scores, in the order of the prompts.
+      The samples and their scores, in the order of the prompts.
     """
     if not prompts:
         raise InputError("prompts must not be empty, got none; give the task a held-out split")
@@ -209,12 +209,12 @@ def summarize(evaluation: Evaluation, task: str, greedy: bool = False) -> dict[s
     """The tags of an evaluation; `evaluate` lists them.
 
     Args:
-        evaluation: What was sampled and scored.
-        task: The name in the tags.
-        greedy: Whether it was decoded greedily.
+      evaluation: What was sampled and scored.
+      task: The name in the tags.
+      greedy: Whether it was decoded greedily.
 
     Returns:
-        Tags to numbers.
+      Tags to numbers.
     """
     correct, valid = evaluation.correct, evaluation.valid
     k = correct.shape[1]

@@ -14,14 +14,14 @@ def avg_at_k(
     """Share of correct samples, every prompt counting the same.
 
     Args:
-        correct: Whether each sample is correct.
-        valid: Which samples count; all by default.
+      correct: Whether each sample is correct.
+      valid: Which samples count; all by default.
 
     Returns:
-        In [0, 1]; NaN where no sample counts.
+      In [0, 1]; NaN where no sample counts.
 
     Raises:
-        InputError: If the shapes are not one [prompts, k].
+      InputError: If the shapes are not one [prompts, k].
     """
     number, num_correct = _counts(correct, valid)
     counted = number > 0
@@ -40,15 +40,15 @@ def pass_at_k(
     prompts. A prompt with fewer than k valid samples has no unbiased estimate and is left out.
 
     Args:
-        correct: Whether each sample is correct.
-        k: How many samples may try.
-        valid: Which samples count; all by default.
+      correct: Whether each sample is correct.
+      k: How many samples may try.
+      valid: Which samples count; all by default.
 
     Returns:
-        In [0, 1]; NaN where no prompt has k valid samples.
+      In [0, 1]; NaN where no prompt has k valid samples.
 
     Raises:
-        InputError: If k is not in [1, n], or the shapes are not one [prompts, n].
+      InputError: If k is not in [1, n], or the shapes are not one [prompts, n].
 
     Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", section 2.1.
     """
@@ -76,16 +76,16 @@ def maj_at_k(
     samples are. A prompt without a valid sample is left out.
 
     Args:
-        answers: The answer of each sample, [prompts][k]; None where none was found. Equal answers
-            must be equal objects: normalise them first.
-        correct: Whether each sample is correct.
-        valid: Which samples count; all by default.
+      answers: The answer of each sample, [prompts][k]; None where none was found. Equal answers
+        must be equal objects: normalise them first.
+      correct: Whether each sample is correct.
+      valid: Which samples count; all by default.
 
     Returns:
-        In [0, 1]; NaN where no sample counts.
+      In [0, 1]; NaN where no sample counts.
 
     Raises:
-        InputError: If the shapes are not one [prompts, k].
+      InputError: If the shapes are not one [prompts, k].
     """
     number, _ = _counts(correct, valid)
     if len(answers) != len(correct) or any(len(row) != correct.shape[1] for row in answers):
@@ -112,11 +112,11 @@ def answering_rate(
     """Share of samples in which an answer was found, correct or wrong.
 
     Args:
-        answers: The answer of each sample, [prompts][k]; None where none was found.
-        valid: Which samples count; all by default.
+      answers: The answer of each sample, [prompts][k]; None where none was found.
+      valid: Which samples count; all by default.
 
     Returns:
-        In [0, 1]; NaN where no sample counts.
+      In [0, 1]; NaN where no sample counts.
     """
     found = np.array([[answer is not None for answer in row] for row in answers], dtype=bool)
     return _mean(found if valid is None else found[valid])

@@ -25,10 +25,10 @@ def reflection_frac(texts: Sequence[str]) -> float:
     """Share of responses with a phrase of reflection: `completion/reflection_frac`.
 
     Args:
-        texts: The responses.
+      texts: The responses.
 
     Returns:
-        In [0, 1]; NaN where there are none.
+      In [0, 1]; NaN where there are none.
     """
     if not texts:
         return float("nan")

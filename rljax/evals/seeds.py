@@ -16,13 +16,13 @@ def seed_for_evaluation(seed: int) -> int:
     share it, so that two of them differ by the weights and not by chance.
 
     Args:
-        seed: The run's seed, 0 to 2^64 - 1.
+      seed: The run's seed, 0 to 2^64 - 1.
 
     Returns:
-        In [2^30, 2^31), the same on every machine and in every version.
+      In [2^30, 2^31), the same on every machine and in every version.
 
     Raises:
-        InputError: The seed is outside its range.
+      InputError: The seed is outside its range.
     """
     if not 0 <= seed < 1 << 64:
         raise InputError(f"seed={seed} is outside [0, 2^64): use another")

@@ -20,8 +20,8 @@ class Compilation(NamedTuple):
     """One compilation, or one program read from the compilation cache.
 
     Attributes:
-        name: The compiled function, such as "jit(update)"; "" where jax does not say.
-        seconds: How long it took.
+      name: The compiled function, such as "jit(update)"; "" where jax does not report it.
+      seconds: How long it took.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Watch:
     """The compilations since a moment.
 
     Attributes:
-        found: All of them, in order.
+      found: All of them, in order.
     """
 
     def __init__(self) -> None:
@@ -71,12 +71,12 @@ def watch() -> Iterator[Watch]:
     """Collects the compilations of a block, in all threads.
 
     Yields:
-        A `Watch`, to be read in the block or after it:
+      A `Watch`, to be read in the block or after it:
 
-            with compilations.watch() as compiled:
-                state = update(state, rows)
-            if compiled:
-                log.info("compiled %s", compiled)  # "jit(update) and 2 more in 3.2 s"
+        with compilations.watch() as compiled:
+            state = update(state, rows)
+        if compiled:
+            log.info("compiled %s", compiled)  # "jit(update) and 2 more in 3.2 s"
     """
     found = Watch()
     with _lock:

@@ -58,13 +58,13 @@ def plot_curves(run_dir: str | os.PathLike[str]) -> Path:
     was logged are left out.
 
     Args:
-        run_dir: A run's directory with its `metrics.jsonl`.
+      run_dir: A run's directory with its `metrics.jsonl`.
 
     Returns:
-        The path of `curves.png` in that directory.
+      The path of `curves.png` in that directory.
 
     Raises:
-        InputError: If nothing that can be drawn was logged there.
+      InputError: If nothing that can be drawn was logged there.
     """
     # matplotlib takes half a second to import; its pyplot would also touch the caller's backend.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -29,7 +29,7 @@ _WINDOW = 50  # steps over which the pace is measured
 _POINTS = 64  # kept points of a history
 _MAX_WIDTH = 100
 _PLAIN_SECONDS = 5.0  # between two plain lines
-_SILENT_SECONDS = 2.0  # that a stage may take before a plain line tells of it
+_SILENT_SECONDS = 2.0  # that a stage may take before a plain line announces it
 
 
 def _compact(number: float) -> str:
@@ -150,11 +150,11 @@ class LiveDisplay:
         """Prepare the display; entering the context shows it.
 
         Args:
-            total_steps: The number of the last step.
-            description: The panel's title.
-            console: Where to draw; standard error by default.
-            live: Whether to draw in place; by default where the console is a terminal that can.
-            quiet: Whether to show nothing, as in all processes of a run but the first.
+          total_steps: The number of the last step.
+          description: The panel's title.
+          console: Where to draw; standard error by default.
+          live: Whether to draw in place; by default where the console is a terminal that can.
+          quiet: Whether to show nothing, as in all processes of a run but the first.
         """
         if total_steps < 1:
             raise InputError(
@@ -182,8 +182,8 @@ class LiveDisplay:
         """Show a step's numbers; what `values` lacks keeps its last value.
 
         Args:
-            step: Updates finished.
-            values: Tags to numbers, as logged.
+          step: Updates finished.
+          values: Tags to numbers, as logged.
         """
         with self._lock:
             if step > self._step:
@@ -204,7 +204,7 @@ class LiveDisplay:
         """Show a line about the latest event, until the next one.
 
         Args:
-            text: One short line.
+          text: One short line.
         """
         with self._lock:
             self._message = (time.strftime("%H:%M:%S"), text)
@@ -220,10 +220,10 @@ class LiveDisplay:
         every five seconds as it reports progress, and one with its time at the end.
 
         Args:
-            name: What is being done: "evaluating".
+          name: What is being done: "evaluating".
 
         Yields:
-            A function to report progress: how many are done, and of how many.
+          A function to report progress: how many are done, and of how many.
         """
         stage = _Stage(name, time.monotonic(), self._announce)
         with self._lock:

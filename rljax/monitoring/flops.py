@@ -28,11 +28,11 @@ def peak_flops(device_kind: str) -> float | None:
     """The peak of one device, in dense bfloat16 operations a second.
 
     Args:
-        device_kind: `jax.devices()[0].device_kind`, such as "TPU v5 lite" or "NVIDIA H100 80GB
-            HBM3". The longest name in `PEAK_FLOPS` that it begins with, as a whole word, counts.
+      device_kind: `jax.devices()[0].device_kind`, such as "TPU v5 lite" or "NVIDIA H100 80GB
+        HBM3". The longest name in `PEAK_FLOPS` that it begins with, as a whole word, counts.
 
     Returns:
-        The peak; None where it is not in the table, as for CPUs.
+      The peak; None where it is not in the table, as for CPUs.
     """
     kind = device_kind.replace("-", " ") + " "
     names = [name for name in PEAK_FLOPS if kind.startswith(name + " ")]
@@ -49,11 +49,11 @@ def model_flops_per_token(config: ModelConfig, context: float) -> float:
     arXiv:2204.02311, appendix B).
 
     Args:
-        config: The model.
-        context: Keys a token sees on average: half the length of causal rows.
+      config: The model.
+      context: Keys a token sees on average: half the length of causal rows.
 
     Returns:
-        Operations, a multiplication and an addition counting two.
+      Operations, a multiplication and an addition counting two.
     """
     from rljax import models
 
@@ -79,14 +79,14 @@ def mfu(
     Recomputed activations and padding are no model work and are not counted.
 
     Args:
-        config: The model.
-        tokens: Tokens of prompts and responses that passed forward and backward.
-        context: Keys a token sees on average; see `model_flops_per_token`.
-        seconds: Time of the updates.
-        devices: The kind of each device that took part.
+      config: The model.
+      tokens: Tokens of prompts and responses that passed forward and backward.
+      context: Keys a token sees on average; see `model_flops_per_token`.
+      seconds: Time of the updates.
+      devices: The kind of each device that took part.
 
     Returns:
-        In [0, 1] as a rule; None where the peak of a device is not known (CPUs).
+      In [0, 1] as a rule; None where the peak of a device is not known (CPUs).
     """
     peaks = [peak for kind in devices if (peak := peak_flops(kind)) is not None]
     if len(peaks) < len(devices) or not peaks or seconds <= 0:

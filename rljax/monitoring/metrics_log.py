@@ -32,7 +32,7 @@ class MetricsLog:
     Each call is flushed, so that a killed run loses no whole line. `metrics.jsonl` is the
     authority: the event files are written anew from it whenever the log is opened.
 
-    A step's number says how many updates were finished. For a resume to lose nothing, log a step
+    A step's number is the number of finished updates. For a resume to lose nothing, log a step
     before its checkpoint is saved. Of several processes that share a run directory exactly one
     opens the log.
     """
@@ -41,9 +41,9 @@ class MetricsLog:
         """Open the log, cut back to where the run continues.
 
         Args:
-            run_dir: The run's directory; made where it does not exist.
-            restored_step: The step of the restored checkpoint: lines of later steps are dropped.
-                None for a new run: all lines are dropped.
+          run_dir: The run's directory; made where it does not exist.
+          restored_step: The step of the restored checkpoint: lines of later steps are dropped.
+            None for a new run: all lines are dropped.
         """
         self._run_dir = Path(run_dir)
         try:
@@ -77,11 +77,11 @@ class MetricsLog:
         all the same and named once.
 
         Args:
-            step: Updates finished.
-            values: Tags to numbers; numpy and jax scalars are accepted.
+          step: Updates finished.
+          values: Tags to numbers; numpy and jax scalars are accepted.
 
         Raises:
-            InputError: If a value is not one number, or a tag is called 'step' or 'time'.
+          InputError: If a value is not one number, or a tag is called 'step' or 'time'.
         """
         step = operator.index(step)
         numbers = {tag: _number(tag, value) for tag, value in values.items()}
@@ -96,8 +96,8 @@ class MetricsLog:
         """Write sampled responses, one line each.
 
         Args:
-            step: Updates finished.
-            samples: The fields of each: prompt, completion, reward and whatever else helps.
+          step: Updates finished.
+          samples: The fields of each: prompt, completion, reward and whatever else helps.
         """
         step = operator.index(step)
         for sample in samples:

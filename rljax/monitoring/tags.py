@@ -35,10 +35,10 @@ class Tag:
     """One entry of the table.
 
     Attributes:
-        pattern: The tag; `<name>` stands for any one path part, `<n>` for a whole number.
-        unit: What one of it is: '1' for ratios and probabilities, 'nats', 'tokens', 's', ...
-        meaning: One line.
-        when: When it is logged: a name in `CONDITIONS`.
+      pattern: The tag; `<name>` matches any one path part, `<n>` a whole number.
+      unit: What one of it is: '1' for ratios and probabilities, 'nats', 'tokens', 's', ...
+      meaning: One line.
+      when: When it is logged: a name in `CONDITIONS`.
     """
 
     pattern: str
@@ -295,10 +295,10 @@ def find_tag(tag: str) -> Tag | None:
     """Look a tag up in the table.
 
     Args:
-        tag: A tag as logged, such as 'eval/addition/avg@8'.
+      tag: A tag as logged, such as 'eval/addition/avg@8'.
 
     Returns:
-        Its entry, or None where the table does not know it.
+      Its entry, or None where the table does not know it.
     """
     return next((entry for entry in TAGS if entry.matches(tag)), None)
 
@@ -307,11 +307,11 @@ def describe(tag: str) -> str:
     """Meaning, unit and condition of a tag in one line.
 
     Args:
-        tag: A tag as logged.
+      tag: A tag as logged.
 
     Returns:
-        Such as "Mean entropy of the policy per response token (nats), at every training step"; for
-        a tag that the table does not know, a line that says so.
+      Such as "Mean entropy of the policy per response token (nats), at every training step"; for
+      an unknown tag, a line with that fact.
     """
     entry = find_tag(tag)
     if entry is None:
@@ -324,10 +324,10 @@ def unknown(logged: Iterable[str]) -> list[str]:
     """The tags that the table does not know.
 
     Args:
-        logged: Tags as logged.
+      logged: Tags as logged.
 
     Returns:
-        Those without an entry, in their order.
+      Those without an entry, in their order.
     """
     return [tag for tag in logged if find_tag(tag) is None]
 
@@ -336,11 +336,11 @@ def missing(logged: Iterable[str], conditions: Iterable[str]) -> list[str]:
     """The entries that a run should have logged and did not.
 
     Args:
-        logged: All tags that the run logged.
-        conditions: The names in `CONDITIONS` that held in the run.
+      logged: All tags that the run logged.
+      conditions: The names in `CONDITIONS` that held in the run.
 
     Returns:
-        Patterns of entries under these conditions that no logged tag matches, in the table's order.
+      Patterns of entries under these conditions that no logged tag matches, in the table's order.
     """
     tags, held = list(logged), set(conditions)
     return [
