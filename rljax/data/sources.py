@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rljax.data.tasks import SPLITS, TASKS, Row
-from rljax.errors import InputError, MissingFileError
+from rljax.errors import InputError, MissingDependencyError, MissingFileError
 
 RowLike = Mapping[str, Any] | str | Sequence[Mapping[str, Any]]
 """A dict of columns, or a question alone: its text, or a list of chat messages."""
@@ -23,22 +23,22 @@ def load_rows(source: Source, split: str | None = None, task_seed: int = 0) -> l
     """Loads every row of a source.
 
     Args:
-        source: The name of a generated task (`TASKS`), a .jsonl or .parquet file, a folder of such
-            files (read in the order of their names; folders inside it are not looked into), or
-            the rows themselves: dicts of columns, or questions without answers (texts, or lists
-            of chat messages {"role", "content"}), which get the column question.
-        split: "train", "validation" or "test". Needed for generated tasks. Of a folder whose
-            files begin with the name of a split, only that split's are read. A single file and
-            rows given directly are always taken whole.
-        task_seed: Decides which question of a generated task falls into which split. It is not
-            the seed of the run: training and evaluation must share it.
+      source: The name of a generated task (`TASKS`), a .jsonl or .parquet file, a folder of such
+        files (read in the order of their names; subfolders are ignored), or
+        the rows themselves: dicts of columns, or questions without answers (texts, or lists
+        of chat messages {"role", "content"}), which get the column question.
+      split: "train", "validation" or "test". Needed for generated tasks. Of a folder whose
+        files begin with the name of a split, only that split's are read. A single file and
+        rows given directly are always taken whole.
+      task_seed: Decides which question of a generated task falls into which split. It is not
+        the seed of the run: training and evaluation must share it.
 
     Returns:
-        Rows as dicts. A column some rows lack is None in them.
+      Rows as dicts. A column some rows lack is None in them.
 
     Raises:
-        FileNotFoundError: Where there is neither such a task nor such a file.
-        ValueError: On a malformed file or an empty source.
+      MissingFileError: Where there is neither such a task nor such a file.
+      InputError: On a file that is malformed or cannot be read, or an empty source.
     """
     if isinstance(source, str) and source in TASKS:
         if split is None:
@@ -60,27 +60,27 @@ def question_and_answer(
     answer_column: str | None,
     name: str = "the data",
 ) -> list[Row]:
-    """Adds the columns question and answer to rows that call them otherwise.
+    """Adds the columns question and answer to rows that have them under other names.
 
     A column is named by itself or, inside a nested record, by a path ("reward_model.answer").
 
     Args:
-        rows: Rows with equal columns.
-        question_column: The column of the question; several are joined by a space; None looks for
-            the usual names (`QUESTION_COLUMNS`).
-        answer_column: The column of the answer; "" if the rewards need none (answers are "");
-            None looks for the usual names (`ANSWER_COLUMNS`) and, where there is none of them,
-            adds no column: a reward function that needs an answer then refuses the data
-            (`Scorer.check`).
-        name: What to call the source in errors.
+      rows: Rows with equal columns.
+      question_column: The column of the question; several are joined by a space; None looks for
+        the usual names (`QUESTION_COLUMNS`).
+      answer_column: The column of the answer; "" if the rewards need none (answers are "");
+        None looks for the usual names (`ANSWER_COLUMNS`) and, where there is none of them,
+        adds no column: a reward function that needs an answer then refuses the data
+        (`Scorer.check`).
+      name: What to call the source in errors.
 
     Returns:
-        Rows with `question` (text, or a list of chat messages) and `answer` (text, unchanged:
-        the verifier extracts the final answer of a worked solution) besides all their other
-        columns.
+      Rows with `question` (text, or a list of chat messages) and `answer` (text, unchanged:
+      the verifier extracts the final answer of a worked solution) besides all their other
+      columns.
 
     Raises:
-        ValueError: Where a column is missing, or a row has no question or answer.
+      InputError: Where a column is missing, or a row has no question or answer.
     """
     if question_column is None:
         question_column = _find(rows[0], QUESTION_COLUMNS, "question", name)
@@ -131,7 +131,12 @@ def _files(path: Path, split: str | None) -> list[Path]:
             f"data source {str(path)!r} is neither a file, a folder nor a generated task: give a "
             f".jsonl or .parquet file, a folder of them, or one of {', '.join(TASKS)}"
         )
-    files = sorted(f for f in path.iterdir() if f.suffix in _READERS and f.is_file())
+    try:
+        files = sorted(f for f in path.iterdir() if f.suffix in _READERS and f.is_file())
+    except OSError as error:
+        raise InputError(
+            f"folder {str(path)!r} cannot be read ({error.strerror}): check its permissions"
+        ) from None
     if not files:
         raise InputError(
             f"folder {str(path)!r} holds no {' or '.join(_READERS)} file: name the folder with "
@@ -146,8 +151,8 @@ def _files(path: Path, split: str | None) -> list[Path]:
     if split not in of_split:
         have = ", ".join(sorted(str(s) for s in of_split if s))
         raise InputError(
-            f"folder {str(path)!r} has files of the splits {have} but split={split!r} was asked: "
-            "ask for one of them, or name a file"
+            f"folder {str(path)!r} has files of the splits {have} but none of split={split!r}: "
+            "use one of them, or name a file"
         )
     return of_split[split]
 
@@ -162,29 +167,49 @@ def _read(path: Path) -> list[Row]:
 
 def _read_jsonl(path: Path) -> list[Row]:
     rows = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise InputError(
-                    f"{path}:{number} is not JSON ({error}): give one JSON object a line"
-                ) from None
-            if not isinstance(row, dict):
-                raise InputError(
-                    f"{path}:{number} is a JSON {type(row).__name__}: give one JSON object a line"
-                )
-            rows.append(row)
+    for number, line in enumerate(_text_of(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError(
+                f"{path}:{number} is not JSON ({error}): give one JSON object a line"
+            ) from None
+        except (ValueError, RecursionError) as error:  # such as an integer of 5,000 digits
+            raise InputError(
+                f"{path}:{number} cannot be read ({str(error).split(';')[0]}): write the value as "
+                "text"
+            ) from None
+        if not isinstance(row, dict):
+            raise InputError(
+                f"{path}:{number} is a JSON {type(row).__name__}: give one JSON object a line"
+            )
+        rows.append(row)
     return rows
+
+
+def _text_of(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"data file {str(path)!r} cannot be read ({error.strerror}): check its permissions"
+        ) from None
+    try:
+        return data.decode("utf-8-sig")  # a byte-order mark is no part of the text
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise InputError(
+            f"{path}:{line} is not UTF-8 (byte {data[error.start]:#04x}): convert the file to UTF-8"
+        ) from None
 
 
 def _read_parquet(path: Path) -> list[Row]:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
-        raise InputError(
+        raise MissingDependencyError(
             f"data file {str(path)!r} needs pyarrow, which is not installed: "
             "run `pip install pyarrow`, or give a .jsonl file"
         ) from None

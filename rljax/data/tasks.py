@@ -21,17 +21,17 @@ def split_rows(
     train and held-out rows must be cut with the same seed.
 
     Args:
-        rows: All rows.
-        split: "train", "validation" or "test".
-        seed: Decides which row falls into which split.
-        validation: Rows in the validation split.
-        test: Rows in the test split.
+      rows: All rows.
+      split: "train", "validation" or "test".
+      seed: Decides which row falls into which split.
+      validation: Rows in the validation split.
+      test: Rows in the test split.
 
     Returns:
-        The rows of the split, in the order of the permutation.
+      The rows of the split, in the order of the permutation.
 
     Raises:
-        ValueError: On an unknown split, or where no row would be left to train on.
+      InputError: On an unknown split, or where no row would be left to train on.
     """
     if split not in SPLITS:
         raise InputError(f"split={split!r} is unknown: use one of {', '.join(SPLITS)}")
@@ -59,11 +59,11 @@ def addition(split: str, seed: int = 0) -> list[Row]:
     written with two digits, so every prompt is 6 characters long.
 
     Args:
-        split: "train" (9,232 rows), "validation" (256) or "test" (512).
-        seed: Decides which pair falls into which split.
+      split: "train" (9,232 rows), "validation" (256) or "test" (512).
+      seed: Decides which pair falls into which split.
 
     Returns:
-        Rows with the columns question and answer.
+      Rows with the columns question and answer.
     """
     rows = [
         {"question": f"{a:02d}+{b:02d}=", "answer": str(a + b)[::-1]}
@@ -81,11 +81,11 @@ def small_arithmetic(split: str, seed: int = 0) -> list[Row]:
     Both orders of a pair fall into the same split.
 
     Args:
-        split: "train" (103 rows at seed 0), "validation" (24) or "test" (42).
-        seed: Decides which pair falls into which split.
+      split: "train" (103 rows at seed 0), "validation" (24) or "test" (42).
+      seed: Decides which pair falls into which split.
 
     Returns:
-        Rows with the columns question and answer.
+      Rows with the columns question and answer.
     """
     pairs = [{"pair": (a, b)} for a in range(13) for b in range(a + 1)]
     return [
@@ -101,11 +101,11 @@ def larger_number(split: str, seed: int = 0) -> list[Row]:
     held-out comparison was never trained on the other way round.
 
     Args:
-        split: "train" (1,048 rows), "validation" (256) or "test" (256).
-        seed: Decides which pair falls into which split.
+      split: "train" (1,048 rows), "validation" (256) or "test" (256).
+      seed: Decides which pair falls into which split.
 
     Returns:
-        Rows with the columns question and answer.
+      Rows with the columns question and answer.
     """
     pairs = [{"pair": (a, b)} for a in range(40) for b in range(a)]
     return [
@@ -115,14 +115,14 @@ def larger_number(split: str, seed: int = 0) -> list[Row]:
 
 
 def small_questions(split: str, seed: int = 0) -> list[Row]:
-    """`small_arithmetic` and as many rows of `larger_number`; a column `family` tells which.
+    """`small_arithmetic` and as many rows of `larger_number`, with the task's name as `family`.
 
     Args:
-        split: "train", "validation" or "test".
-        seed: Decides which question falls into which split.
+      split: "train", "validation" or "test".
+      seed: Decides which question falls into which split.
 
     Returns:
-        Rows with the columns question, answer and family.
+      Rows with the columns question, answer and family.
     """
     sums, comparisons = small_arithmetic(split, seed), larger_number(split, seed)
     return [{**row, "family": "small_arithmetic"} for row in sums] + [

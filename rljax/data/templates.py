@@ -1,4 +1,4 @@
-"""Prompt templates: how a question becomes the text that the policy continues."""
+"""Prompt templates: from a question to the text that the policy continues."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ Message = dict[str, Any]
 Question = str | Sequence[Message]
 
 # The format of the DeepSeek-R1-Zero paper (arXiv:2501.12948, table 1): a plain dialogue for base
-# models, in which reasoning and answer stand in tags of their own.
+# models, with reasoning and answer in separate tags.
 _R1 = (
     "This is a conversation between User and Assistant. User asks a question and Assistant solves "
     "it. Assistant thinks the problem through first and only then gives the answer. The thinking "
@@ -30,7 +30,7 @@ _QWEN_MATH = (
 
 
 def none(question: Question, tokenizer: Tokenizer) -> str:
-    """The question as it is, after the start token where the tokenizer wants one."""
+    """The question as it is, after the start token where the tokenizer has one."""
     return tokenizer.bos_token + _plain(question, "none")
 
 
@@ -46,7 +46,7 @@ def r1(question: Question, tokenizer: Tokenizer) -> str:
 
 
 def qwen_math(question: Question, tokenizer: Tokenizer) -> str:
-    r"""ChatML with the system message that asks for steps and a \boxed{} answer (Qwen2.5-Math)."""
+    r"""ChatML with the system message that requests steps and a \boxed{} answer (Qwen2.5-Math)."""
     return tokenizer.bos_token + _QWEN_MATH.format(question=_plain(question, "qwen-math"))
 
 
@@ -62,15 +62,15 @@ def render(template: str, question: Question, tokenizer: Tokenizer) -> str:
     """Renders a question as the text the policy continues.
 
     Args:
-        template: A name in `TEMPLATES`: "none", "chat", "r1" or "qwen-math".
-        question: The question, or chat messages ({"role", "content"}) for the template "chat".
-        tokenizer: Knows its chat template and its start token.
+      template: A name in `TEMPLATES`: "none", "chat", "r1" or "qwen-math".
+      question: The question, or chat messages ({"role", "content"}) for the template "chat".
+      tokenizer: Has the chat template and the start token.
 
     Returns:
-        The text. It holds every special token that is wanted, so encode it without adding any.
+      The text, special tokens included: encode it without adding any.
 
     Raises:
-        ValueError: On an unknown template, or where the tokenizer has no chat template.
+      InputError: On an unknown template, or where the tokenizer has no chat template.
     """
     if template not in TEMPLATES:
         raise InputError(f"template={template!r} is unknown: use one of {', '.join(TEMPLATES)}")

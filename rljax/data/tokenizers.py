@@ -1,4 +1,4 @@
-"""Tokenizers: what the rest of the library asks of one, and those it knows."""
+"""Tokenizers: the protocol that the rest of the library uses, and its implementations."""
 
 import json
 import logging
@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from rljax.errors import InputError, MissingFileError
+from rljax.errors import InputError, MissingDependencyError, MissingFileError
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the library asks of a tokenizer.
+    """What a tokenizer must provide.
 
     Attributes:
-        vocab_size: One more than the largest id.
-        pad_id: Fills rows up; may equal an end id, as masks are explicit everywhere.
-        end_ids: The ids that end a response.
-        bos_token: Text of the start token that a sequence begins with, "" if it begins with none.
+      vocab_size: One more than the largest id.
+      pad_id: Fills rows up; may equal an end id, as masks are explicit everywhere.
+      end_ids: The ids that end a response.
+      bos_token: Text of the start token that a sequence begins with, "" if it begins with none.
     """
 
     vocab_size: int
@@ -42,7 +42,7 @@ class CharTokenizer:
     """One id a character: 0 is padding, 1 ends a response, the alphabet follows in its order."""
 
     pad_id = 0
-    end_ids = (1,)
+    end_ids: tuple[int, ...] = (1,)
     bos_token = ""
 
     def __init__(self, alphabet: str):
@@ -56,13 +56,15 @@ class CharTokenizer:
         self._ids = {character: i + 2 for i, character in enumerate(alphabet)}
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text; ValueError on a character outside the alphabet."""
+        """The ids of a text; InputError on a character outside the alphabet."""
         try:
             return [self._ids[character] for character in text]
         except KeyError as error:
             raise InputError(
-                f"character {error.args[0]!r} of {text!r} is not in the alphabet "
-                f"{self.alphabet!r}: add it there"
+                f"character {error.args[0]!r} of {_short(text)} is none of the "
+                f"{len(self.alphabet)} that the character tokenizer knows ({self.alphabet!r}): "
+                "remove it from the text, or make the tokenizer of data that contain it "
+                "(rljax.data.alphabet)"
             ) from None
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -77,10 +79,14 @@ class CharTokenizer:
         )
 
 
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:37]}...")
+
+
 class PretrainedTokenizer:
     """A tokenizer of the transformers package behind the library's protocol.
 
-    Text is encoded as it stands: no special token is added, but those written in it are
+    Text is encoded unchanged: no special token is added, but those written in it are
     recognised (templates write them).
     """
 
@@ -88,9 +94,9 @@ class PretrainedTokenizer:
         """Wraps a tokenizer.
 
         Args:
-            tokenizer: A transformers tokenizer.
-            end_ids: The ids that end a response, at least one.
-            bos_token: Text of the start token, "" if sequences begin with none.
+          tokenizer: A transformers tokenizer.
+          end_ids: The ids that end a response, at least one.
+          bos_token: Text of the start token, "" if sequences begin with none.
         """
         self._tokenizer = tokenizer
         self.end_ids = tuple(dict.fromkeys(int(i) for i in end_ids))
@@ -104,7 +110,7 @@ class PretrainedTokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; end ids are left out, other special tokens stand as they are written."""
+        """The text of ids; end ids are left out, other special tokens are kept."""
         kept = [int(i) for i in ids if i not in self.end_ids and i < self.vocab_size]
         return self._tokenizer.decode(
             kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -114,7 +120,7 @@ class PretrainedTokenizer:
         """Renders messages by the tokenizer's chat template and opens the assistant's turn.
 
         Raises:
-            ValueError: Where it has no chat template, or the template refuses the messages.
+          InputError: Where it has no chat template, or the template refuses the messages.
         """
         if not self._tokenizer.chat_template:
             raise InputError(
@@ -126,13 +132,13 @@ class PretrainedTokenizer:
                 list(messages), tokenize=False, add_generation_prompt=True
             )
         except ImportError:
-            raise InputError(
+            raise MissingDependencyError(
                 "template='chat' needs jinja2, which is not installed: run `pip install jinja2`"
             ) from None
         except Exception as error:  # the template's own errors are of jinja2, loaded lazily
             raise InputError(
                 f"template='chat': the tokenizer's template refused the messages "
-                f"({' '.join(str(error).split())}): mend them or use another template"
+                f"({' '.join(str(error).split())}): fix them or use another template"
             ) from None
 
 
@@ -140,16 +146,16 @@ def load_tokenizer(path: str | Path) -> PretrainedTokenizer:
     """Loads the tokenizer of a model on this machine; nothing is downloaded.
 
     Args:
-        path: A Hugging Face model folder, or a .gguf file. A folder's end ids are all of
-            `eos_token_id` in generation_config.json and config.json and the tokenizer's own; a
-            GGUF file's are its end-of-sequence and end-of-turn ids.
+      path: A Hugging Face model folder, or a .gguf file. A folder's end ids are all of
+        `eos_token_id` in generation_config.json and config.json and the tokenizer's own; a
+        GGUF file's are its end-of-sequence and end-of-turn ids.
 
     Returns:
-        The tokenizer.
+      The tokenizer.
 
     Raises:
-        FileNotFoundError: Where the path does not exist.
-        ValueError: Where it holds no tokenizer that can be read, or no end id is known.
+      MissingFileError: Where the path does not exist.
+      InputError: Where it holds no tokenizer that can be read, or no end id is known.
     """
     path = Path(path)
     if not path.exists():
@@ -207,10 +213,10 @@ def _load_folder(path: Path) -> Any:
         )
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:  # whatever a malformed file provokes in there
+    except Exception as error:  # transformers and tokenizers raise errors of many classes
         raise InputError(
             f"the tokenizer of model folder {str(path)!r} cannot be read "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}): mend its files"
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}): fix its files"
         ) from None
 
 
@@ -220,8 +226,10 @@ def _folder_end_ids(path: Path, tokenizer: Any) -> list[int]:
         if (path / name).is_file():
             try:
                 found = json.loads((path / name).read_text(encoding="utf-8")).get("eos_token_id")
-            except (ValueError, AttributeError):
-                raise InputError(f"{path / name} is not a JSON object: mend the file") from None
+            except (OSError, ValueError, AttributeError):
+                raise InputError(
+                    f"{path / name} cannot be read as a JSON object: fix the file"
+                ) from None
             ids.extend(found if isinstance(found, list) else [found])
     ids.append(tokenizer.eos_token_id)
     return [i for i in ids if i is not None]

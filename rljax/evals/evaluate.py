@@ -3,31 +3,29 @@
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from rljax.errors import InputError
 from rljax.evals.metrics import answering_rate, avg_at_k, maj_at_k, pass_at_k
+from rljax.losses.reports import CORRECT
 from rljax.rewards.answers import extract_boxed, extract_final, same_answer
 
 if TYPE_CHECKING:
     from rljax.data import Prompt, Tokenizer
     from rljax.rewards import Scorer
-    from rljax.sampling import Engine, SamplingParams
-
-RIGHT_ABOVE = 0.5
-"""A sample is right where its verifier's score is above this: 0/1 and −1/1 both read so."""
+    from rljax.sampling import Engine, Response, SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
 class AnswerParser:
-    """How answers are read off completions, for votes and the answering rate.
+    """Extracts answers from completions, for majority votes and the answering rate.
 
     Attributes:
-        extract: The answer in a completion; None where there is none.
-        same: Whether two answers are the same.
+      extract: The answer in a completion; None where there is none.
+      same: Whether two answers are the same.
     """
 
     extract: Callable[[str], str | None]
@@ -35,17 +33,44 @@ class AnswerParser:
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluation:
-    """The samples of an evaluation, row i answering prompt i.
+class EvalTask:
+    """One evaluation: its name in the tags, and how often and with which keys it samples.
 
     Attributes:
-        completions: Their texts, [prompts][k].
-        answers: The answers in them, [prompts][k]; None where there is none. Those of one prompt
-            that are the same are spelt the same.
-        scores: The verifier's scores.
-        valid: False where scoring failed.
-        lengths: Tokens, the end token included.
-        truncated: Whether the length limit cut it off.
+      name: The name in the tags, without '/'.
+      num_generations: Samples a prompt (k).
+      seed: Of the sampling keys; of a run's evaluations, `seed_for_evaluation` of its seed.
+      parser: Extracts answers for maj@k and answering_rate; None: as the verifier does, which
+        for all but 'boxed' and 'numeric' takes the whole text.
+    """
+
+    name: str
+    num_generations: int = 1
+    seed: int = 0
+    parser: AnswerParser | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses values that mean nothing, in one line."""
+        if not self.name or "/" in self.name:
+            raise InputError(f"name={self.name!r} is no name without '/'; rename the task")
+        if self.num_generations < 1:
+            raise InputError(
+                f"num_generations must be at least 1, got {self.num_generations}; use 1 or more"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """The samples of an evaluation; row i holds those of prompt i.
+
+    Attributes:
+      completions: Their texts, [prompts][k].
+      answers: The answers in them, [prompts][k]; None where there is none. Of one prompt, equal
+        answers are equal strings.
+      scores: The verifier's scores.
+      valid: False where scoring failed.
+      lengths: Tokens, the end token included.
+      truncated: Whether the length limit cut it off.
     """
 
     completions: list[list[str]]
@@ -56,9 +81,9 @@ class Evaluation:
     truncated: Bool[np.ndarray, "prompts k"]
 
     @property
-    def right(self) -> Bool[np.ndarray, "prompts k"]:
-        """Whether each sample is right; False where it is not valid."""
-        return (self.scores > RIGHT_ABOVE) & self.valid
+    def correct(self) -> Bool[np.ndarray, "prompts k"]:
+        """Whether each sample is correct (its score above `CORRECT`); False where not valid."""
+        return (self.scores > CORRECT) & self.valid
 
 
 def evaluate(
@@ -67,48 +92,39 @@ def evaluate(
     scorer: "Scorer",
     tokenizer: "Tokenizer",
     sampling: "SamplingParams",
-    num_generations: int,
-    seed: int,
-    task: str,
-    reading: AnswerParser | None = None,
+    task: EvalTask,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, float]:
     """Score a model on held-out prompts.
 
     Greedy decoding is `sampling.temperature == 0` with one generation; its tags are
-    `eval/<task>/greedy` and `eval/<task>/greedy_...`, so that it can stand in one log line with a
+    `eval/<task>/greedy` and `eval/<task>/greedy_...`, so that one log line can hold it beside a
     sampled evaluation, whose tags are avg@k, pass@k (k = 1, 2, 4, ... up to num_generations, and
     num_generations itself), maj@k, score_mean, answering_rate, length_mean, truncated_frac.
 
     Two evaluations with the same weights and seed draw the same samples.
 
-    A sample whose scoring failed (valid False: the verifier raised, hung or gave no number) says
-    nothing about the model. It is counted in `invalid_frac` and left out of all scores, not scored
-    as wrong: means are over the valid samples, pass@k over the prompts with k valid ones.
+    A sample whose scoring failed (valid False: the verifier raised, hung or returned no number) is
+    counted in `invalid_frac` and left out of all scores, not scored as wrong: means are over the
+    valid samples, pass@k over the prompts with k valid ones.
 
     Args:
-        engine: The sampler, its weights loaded.
-        prompts: What to ask.
-        scorer: Its first function is the verifier that says what is right.
-        tokenizer: Decodes the samples.
-        sampling: How to sample; where it names no end ids, the tokenizer's are used.
-        num_generations: Samples a prompt (k).
-        seed: Of the sampling keys.
-        task: The name in the tags, without '/'.
-        reading: How answers are read, for maj@k and answering_rate; by default as the verifier
-            reads them, which for all but 'boxed' and 'numeric' is the whole text.
+      engine: The sampler, its weights loaded.
+      prompts: The prompts.
+      scorer: Its first function is the verifier, whose scores decide what is correct.
+      tokenizer: Decodes the samples.
+      sampling: How to sample; where it names no end ids, the tokenizer's are used.
+      task: Name, number of samples a prompt and seed.
+      on_progress: Called with how many prompts are sampled and how many there are, after each.
 
     Returns:
-        Tags to numbers.
+      Tags to numbers.
 
     Raises:
-        ValueError: If there are no prompts, k is not positive, or greedy is asked with k > 1.
+      InputError: There are no prompts, or temperature 0 comes with k > 1.
     """
-    if not task or "/" in task:
-        raise InputError(f"task must be a name without '/', got {task!r}; rename it")
-    evaluation = sample(
-        engine, prompts, scorer, tokenizer, sampling, num_generations, seed, reading
-    )
-    return summarize(evaluation, task, greedy=sampling.temperature == 0)
+    evaluation = sample(engine, prompts, scorer, tokenizer, sampling, task, on_progress)
+    return summarize(evaluation, task.name, greedy=sampling.temperature == 0)
 
 
 def sample(
@@ -117,67 +133,70 @@ def sample(
     scorer: "Scorer",
     tokenizer: "Tokenizer",
     sampling: "SamplingParams",
-    num_generations: int,
-    seed: int,
-    reading: AnswerParser | None = None,
+    task: EvalTask,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Sample and score; the arguments are those of `evaluate`.
 
     Returns:
-        The samples and their scores, in the order of the prompts.
+      The samples and their scores, in the order of the prompts.
     """
     if not prompts:
         raise InputError("prompts must not be empty, got none; give the task a held-out split")
-    if num_generations < 1:
+    if sampling.temperature == 0 and task.num_generations != 1:
         raise InputError(
-            f"num_generations must be at least 1, got {num_generations}; use 1 or more"
-        )
-    if sampling.temperature == 0 and num_generations != 1:
-        raise InputError(
-            f"num_generations must be 1 at temperature 0, got {num_generations}: "
-            "greedy samples are all alike; raise the temperature or ask for one"
+            f"num_generations must be 1 at temperature 0, got {task.num_generations}: "
+            "greedy samples are all alike; raise the temperature or use one"
         )
     if not sampling.stop_token_ids:
         sampling = dataclasses.replace(sampling, stop_token_ids=tuple(tokenizer.end_ids))
-    reading = reading or _READINGS.get(scorer.names[0], WHOLE)
+    parser = task.parser or _PARSERS.get(scorer.names[0], WHOLE)
     groups = engine.generate(
         prompts=[prompt.tokens for prompt in prompts],
-        num_generations=num_generations,
+        num_generations=task.num_generations,
         sampling=sampling,
-        seed=seed,
+        seed=task.seed,
         prompt_ids=[prompt.id for prompt in prompts],
-        draws=[prompt.draw for prompt in prompts],  # not counted on: every evaluation draws alike
+        draws=[prompt.draw for prompt in prompts],  # the same keys at every evaluation
     )
-    # Groups come as they finish; score them in the order of the prompts.
-    responses = sorted(
-        (response for group in groups for response in group),
-        key=lambda response: (response.prompt_index, response.sample_index),
-    )
+    responses = []
+    for done, group in enumerate(groups, 1):
+        responses.extend(group)
+        if on_progress is not None:
+            on_progress(done, len(prompts))
+    # Groups are yielded as they finish; score them in the order of the prompts.
+    responses.sort(key=lambda response: (response.prompt_index, response.sample_index))
+    return _scored(responses, prompts, scorer, tokenizer, parser, task.num_generations)
+
+
+def _scored(
+    responses: Sequence["Response"],
+    prompts: Sequence["Prompt"],
+    scorer: "Scorer",
+    tokenizer: "Tokenizer",
+    parser: AnswerParser,
+    num_generations: int,
+) -> Evaluation:
+    """Scores responses in the order of the prompts."""
     shape = (len(prompts), num_generations)
     if len(responses) != shape[0] * shape[1]:
-        raise RuntimeError(f"the engine gave {len(responses)} responses for {shape} asked")
+        raise RuntimeError(f"the engine returned {len(responses)} responses, requested {shape}")
     token_ids = [[int(token) for token in response.tokens] for response in responses]
     completions = [tokenizer.decode(ids) for ids in token_ids]
-    asked = [prompts[response.prompt_index] for response in responses]
+    sources = [prompts[response.prompt_index] for response in responses]
     names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     scored = scorer(
-        prompts=[prompt.text for prompt in asked],
+        prompts=[prompt.text for prompt in sources],
         completions=completions,
         completion_ids=token_ids,
-        columns={name: [prompt.columns.get(name) for prompt in asked] for name in names},
+        columns={name: [prompt.columns.get(name) for prompt in sources] for name in names},
     )
-
-    def in_rows(values: list[Any]) -> list[list[Any]]:
-        return [
-            values[start : start + num_generations]
-            for start in range(0, len(values), num_generations)
-        ]
-
+    starts = range(0, len(completions), num_generations)
+    rows = [completions[start : start + num_generations] for start in starts]
     return Evaluation(
-        completions=in_rows(completions),
+        completions=rows,
         answers=[
-            _spelt_alike([reading.extract(completion) for completion in row], reading.same)
-            for row in in_rows(completions)
+            _unify([parser.extract(completion) for completion in row], parser.same) for row in rows
         ],
         scores=np.asarray(scored.scores, np.float32).reshape(shape),
         valid=np.asarray(scored.valid, bool).reshape(shape),
@@ -187,26 +206,26 @@ def sample(
 
 
 def summarize(evaluation: Evaluation, task: str, greedy: bool = False) -> dict[str, float]:
-    """The tags of an evaluation; which they are is said at `evaluate`.
+    """The tags of an evaluation; `evaluate` lists them.
 
     Args:
-        evaluation: What was sampled and scored.
-        task: The name in the tags.
-        greedy: Whether it was decoded greedily.
+      evaluation: What was sampled and scored.
+      task: The name in the tags.
+      greedy: Whether it was decoded greedily.
 
     Returns:
-        Tags to numbers.
+      Tags to numbers.
     """
-    right, valid = evaluation.right, evaluation.valid
-    k = right.shape[1]
+    correct, valid = evaluation.correct, evaluation.valid
+    k = correct.shape[1]
     prefix = f"eval/{task}/greedy_" if greedy else f"eval/{task}/"
     if greedy:
-        values = {f"eval/{task}/greedy": avg_at_k(right, valid)}
+        values = {f"eval/{task}/greedy": avg_at_k(correct, valid)}
     else:
-        values = {f"{prefix}avg@{k}": avg_at_k(right, valid)}
+        values = {f"{prefix}avg@{k}": avg_at_k(correct, valid)}
         for tries in _tries(k):
-            values[f"{prefix}pass@{tries}"] = pass_at_k(right, tries, valid)
-        values[f"{prefix}maj@{k}"] = maj_at_k(evaluation.answers, right, valid)
+            values[f"{prefix}pass@{tries}"] = pass_at_k(correct, tries, valid)
+        values[f"{prefix}maj@{k}"] = maj_at_k(evaluation.answers, correct, valid)
     values[f"{prefix}score_mean"] = _mean(evaluation.scores[valid])
     values[f"{prefix}answering_rate"] = answering_rate(evaluation.answers, valid)
     values[f"{prefix}length_mean"] = _mean(evaluation.lengths)
@@ -220,25 +239,23 @@ def _whole(completion: str) -> str | None:
 
 
 WHOLE = AnswerParser(_whole, operator.eq)
-_READINGS = {
+_PARSERS = {
     "boxed": AnswerParser(extract_boxed, same_answer),
     "numeric": AnswerParser(extract_final, same_answer),
 }
 
 
-def _spelt_alike(
-    answers: Sequence[str | None], same: Callable[[str, str], bool]
-) -> list[str | None]:
-    """Each answer in the spelling of the first that is the same."""
-    spellings: list[str] = []
+def _unify(answers: Sequence[str | None], same: Callable[[str, str], bool]) -> list[str | None]:
+    """Replaces each answer by the first one that is the same."""
+    distinct: list[str] = []
     found: list[str | None] = []
     for answer in answers:
         if answer is not None:
-            known = (spelling for spelling in spellings if same(answer, spelling))
-            spelling = next(known, answer)
-            if spelling is answer:
-                spellings.append(answer)
-            answer = spelling
+            known = (other for other in distinct if same(answer, other))
+            first = next(known, None)
+            if first is None:
+                distinct.append(answer)
+            answer = answer if first is None else first
         found.append(answer)
     return found
 

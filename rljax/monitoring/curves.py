@@ -53,18 +53,18 @@ _CHARTS = (
 def plot_curves(run_dir: str | os.PathLike[str]) -> Path:
     """Draw the main curves of a run: reward, held-out scores, length, entropy, clipping, mismatch.
 
-    Each chart shows the logged values faintly and their smoothed course (a centred mean over about
+    Each chart shows the logged values faintly and a smoothed line (a centred mean over about
     a tenth of the run) strongly; held-out scores are shown as measured. Charts of which nothing
     was logged are left out.
 
     Args:
-        run_dir: A run's directory with its `metrics.jsonl`.
+      run_dir: A run's directory with its `metrics.jsonl`.
 
     Returns:
-        The path of `curves.png` in that directory.
+      The path of `curves.png` in that directory.
 
     Raises:
-        ValueError: If nothing that can be drawn was logged there.
+      InputError: If nothing that can be drawn was logged there.
     """
     # matplotlib takes half a second to import; its pyplot would also touch the caller's backend.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -28,7 +28,8 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _WINDOW = 50  # steps over which the pace is measured
 _POINTS = 64  # kept points of a history
 _MAX_WIDTH = 100
-_PLAIN_SECONDS = 5.0
+_PLAIN_SECONDS = 5.0  # between two plain lines
+_SILENT_SECONDS = 2.0  # that a stage may take before a plain line announces it
 
 
 def _compact(number: float) -> str:
@@ -39,12 +40,12 @@ def _compact(number: float) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Quantity:
+class _Shown:
     """One number of the panel: the sum of some tags."""
 
     label: str
     tags: tuple[str, ...]
-    spell: Callable[[float], str]
+    format: Callable[[float], str]
     colour: str
 
     def find(self, values: dict[str, float]) -> float | None:
@@ -52,7 +53,7 @@ class _Quantity:
         return sum(found) if found else None
 
 
-class _HeldOut(_Quantity):
+class _HeldOut(_Shown):
     """The held-out score: greedy where there is one, avg@k otherwise, mean over the tasks."""
 
     def find(self, values: dict[str, float]) -> float | None:
@@ -63,20 +64,18 @@ class _HeldOut(_Quantity):
         return None
 
 
-_QUANTITIES = (
-    _Quantity("reward", ("reward/mean",), "{:.3f}".format, "green"),
+_SHOWN = (
+    _Shown("reward", ("reward/mean",), "{:.3f}".format, "green"),
     _HeldOut("held-out", (), "{:.3f}".format, "magenta"),
-    _Quantity("length", ("completion/length_mean",), "{:.1f}".format, "blue"),
-    _Quantity("entropy", ("policy/entropy",), "{:.3f}".format, "yellow"),
-    _Quantity(
-        "clipped", ("policy/clip_frac_low", "policy/clip_frac_high"), "{:.1%}".format, "cyan"
-    ),
-    _Quantity("tokens/s", ("perf/tokens_per_s",), _compact, "white"),
+    _Shown("length", ("completion/length_mean",), "{:.1f}".format, "blue"),
+    _Shown("entropy", ("policy/entropy",), "{:.3f}".format, "yellow"),
+    _Shown("clipped", ("policy/clip_frac_low", "policy/clip_frac_high"), "{:.1%}".format, "cyan"),
+    _Shown("tokens/s", ("perf/tokens_per_s",), _compact, "white"),
 )
 
 
 class _History:
-    """The course of a number over the whole run, in a bounded number of points."""
+    """The history of a number over the whole run, in a bounded number of points."""
 
     def __init__(self) -> None:
         self.last: float | None = None
@@ -110,8 +109,29 @@ class _History:
         return "".join(_BLOCKS[round((value - low) * scale)] for value in bins)
 
 
+class _Stage:
+    """A part of the run that may take long, and how far it is."""
+
+    def __init__(self, name: str, started: float, announce: "Callable[[_Stage], None]"):
+        self.name = name
+        self.started = started
+        self.announced: float | None = None
+        self.timer = threading.Timer(_SILENT_SECONDS, lambda: announce(self))
+        self.timer.daemon = True
+        self._announce = announce
+        self._progress: tuple[int, int] | None = None
+
+    def report(self, done: int, total: int) -> None:
+        self._progress = (done, total)
+        self._announce(self)
+
+    def text(self) -> str:
+        progress = self._progress
+        return self.name if progress is None else f"{self.name} {progress[0]}/{progress[1]}"
+
+
 class LiveDisplay:
-    """Shows a run while it goes: progress, the main numbers and their course, the last message.
+    """Shows a run while it goes: progress, the main numbers and their history, the last message.
 
     In a terminal a panel is redrawn in place, twice a second; log records and printed lines appear
     above it. Elsewhere (a file, CI, a notebook) a plain line is written every few seconds. Either
@@ -130,11 +150,11 @@ class LiveDisplay:
         """Prepare the display; entering the context shows it.
 
         Args:
-            total_steps: The step at which the run ends.
-            description: The panel's title.
-            console: Where to draw; standard error by default.
-            live: Whether to draw in place; by default where the console is a terminal that can.
-            quiet: Whether to show nothing at all: another process of the run does.
+          total_steps: The number of the last step.
+          description: The panel's title.
+          console: Where to draw; standard error by default.
+          live: Whether to draw in place; by default where the console is a terminal that can.
+          quiet: Whether to show nothing, as in all processes of a run but the first.
         """
         if total_steps < 1:
             raise InputError(
@@ -149,8 +169,9 @@ class LiveDisplay:
         self._console = console or Console(stderr=True, quiet=quiet)
         self._live = live and not quiet
         self._step = -1
-        self._histories = {quantity.label: _History() for quantity in _QUANTITIES}
+        self._histories = {quantity.label: _History() for quantity in _SHOWN}
         self._message = ("", "")
+        self._stages: list[_Stage] = []
         self._pace: collections.deque[tuple[int, float]] = collections.deque(maxlen=_WINDOW)
         self._started = time.monotonic()
         self._last_plain = -math.inf
@@ -161,14 +182,14 @@ class LiveDisplay:
         """Show a step's numbers; what `values` lacks keeps its last value.
 
         Args:
-            step: Updates finished.
-            values: Tags to numbers, as logged.
+          step: Updates finished.
+          values: Tags to numbers, as logged.
         """
         with self._lock:
             if step > self._step:
                 self._pace.append((step, time.monotonic()))
             self._step = step
-            for quantity in _QUANTITIES:
+            for quantity in _SHOWN:
                 value = quantity.find(values)
                 if value is not None:
                     self._histories[quantity.label].add(step, value)
@@ -180,15 +201,53 @@ class LiveDisplay:
                 self._print(self._plain_line())
 
     def message(self, text: str) -> None:
-        """Show a line about what just happened, until the next one.
+        """Show a line about the latest event, until the next one.
 
         Args:
-            text: One short line.
+          text: One short line.
         """
         with self._lock:
             self._message = (time.strftime("%H:%M:%S"), text)
         if not self._live:
             self._print(text)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[Callable[[int, int], None]]:
+        """Show a stage that may take long, such as loading, compiling or evaluating.
+
+        In a terminal the line of messages shows its name, progress and time, and the former
+        message after it. Elsewhere a plain line is written once it has taken two seconds, then
+        every five seconds as it reports progress, and one with its time at the end.
+
+        Args:
+          name: What is being done: "evaluating".
+
+        Yields:
+          A function to report progress: how many are done, and of how many.
+        """
+        stage = _Stage(name, time.monotonic(), self._announce)
+        with self._lock:
+            self._stages.append(stage)
+        if not self._live:
+            stage.timer.start()
+        try:
+            yield stage.report
+        finally:
+            stage.timer.cancel()
+            with self._lock:
+                self._stages.remove(stage)
+            seconds = time.monotonic() - stage.started
+            if not self._live and stage.announced:
+                self._print(f"{name}: took {seconds:.1f} s")
+
+    def _announce(self, stage: "_Stage") -> None:
+        """Writes a plain line about a stage, if one is due."""
+        now = time.monotonic()
+        if self._live or now - stage.started < _SILENT_SECONDS:
+            return
+        if stage.announced is None or now - stage.announced >= _PLAIN_SECONDS:
+            stage.announced = now
+            self._print(f"{stage.text()} ...")
 
     def __enter__(self) -> Self:
         self._started = time.monotonic()
@@ -229,10 +288,10 @@ class LiveDisplay:
 
     def _plain_line(self) -> str:
         parts = [f"step {self._step}/{self._total}"]
-        for quantity in _QUANTITIES:
+        for quantity in _SHOWN:
             value = self._histories[quantity.label].last
             if value is not None:
-                parts.append(f"{quantity.label} {quantity.spell(value)}")
+                parts.append(f"{quantity.label} {quantity.format(value)}")
         left = self._seconds_left()
         if left is not None and self._step < self._total:
             parts.append(f"left {_clock(left)}")
@@ -241,6 +300,9 @@ class LiveDisplay:
     def _panel(self) -> RenderableType:
         with self._lock:
             when, text = self._message
+            if self._stages:
+                stage = self._stages[-1]
+                when, text = _clock(time.monotonic() - stage.started), f"{stage.text()} ..."
             message = Text(
                 f"{when}  " if text else "", style="dim", no_wrap=True, overflow="ellipsis"
             )
@@ -281,24 +343,24 @@ class LiveDisplay:
     def _numbers(self) -> RenderableType:
         inside = min(self._console.width, _MAX_WIDTH) - 6
         columns = 2 if inside >= 70 else 1
-        room = max(0, min(22, inside // columns - 21))  # beside label, number and gaps
+        width_left = max(0, min(22, inside // columns - 21))  # without label, number, gaps
         table = Table.grid(padding=(0, 2, 0, 0))
         for _ in range(columns):
             table.add_column(no_wrap=True, style="dim", min_width=8)
             table.add_column(no_wrap=True, justify="right", min_width=7)
-            table.add_column(no_wrap=True, min_width=room)
+            table.add_column(no_wrap=True, min_width=width_left)
         cells: list[list[Text]] = []
-        for quantity in _QUANTITIES:
+        for quantity in _SHOWN:
             history = self._histories[quantity.label]
             value = history.last
-            number = "–" if value is None else quantity.spell(value)
+            number = "–" if value is None else quantity.format(value)
             bad = value is not None and not math.isfinite(value)
             when = f"at {history.last_step}" if isinstance(quantity, _HeldOut) else ""
-            width = room - len(f" {when}") if when else room
-            course = "" if self._console.options.ascii_only else history.sparkline(width)
-            beside = Text(course, style=quantity.colour)
+            width = width_left - len(f" {when}") if when else width_left
+            history_line = "" if self._console.options.ascii_only else history.sparkline(width)
+            beside = Text(history_line, style=quantity.colour)
             if when and value is not None:
-                beside.append(f" {when}" if course else when, style="dim")
+                beside.append(f" {when}" if history_line else when, style="dim")
             style = "bold red" if bad else "bold"
             cells.append([Text(quantity.label), Text(number, style=style), beside])
         for start in range(0, len(cells), columns):

@@ -12,11 +12,11 @@ def encode(record: dict[str, Any]) -> bytes:
     """One line of JSON, newline included.
 
     Args:
-        record: Names to values; numpy and jax scalars and arrays become numbers and lists,
-            numbers that are not finite become null.
+      record: Names to values; numpy and jax scalars and arrays become numbers and lists,
+        numbers that are not finite become null.
 
     Returns:
-        UTF-8 bytes.
+      UTF-8 bytes.
     """
     text = json.dumps(_plain(record), ensure_ascii=False, allow_nan=False)
     # Only lone surrogates cannot be encoded, and their \ud800 escape is what JSON writes for them.
@@ -51,10 +51,10 @@ def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """The whole records of a file; a line still being written, or broken, is passed over.
 
     Args:
-        path: A file that may not exist yet.
+      path: A file that may not exist yet.
 
     Yields:
-        One dictionary a line.
+      One dictionary a line.
     """
     path = Path(path)
     if not path.exists():
@@ -67,16 +67,16 @@ def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 def cut_back(path: Path, last_step: float) -> tuple[int, int]:
-    """Drop what stands after a step, and what a killed process left half-written.
+    """Drop the lines after a step, and those that a killed process left incomplete.
 
     The file is replaced in one rename, so that a kill leaves the old one or the new one.
 
     Args:
-        path: A file that may not exist yet.
-        last_step: The last step whose lines stay.
+      path: A file that may not exist yet.
+      last_step: The last step whose lines stay.
 
     Returns:
-        How many lines of later steps, and how many broken lines, were dropped.
+      How many lines of later steps, and how many broken lines, were dropped.
     """
     if not path.exists():
         return 0, 0

@@ -1,4 +1,4 @@
-"""What a run writes down: metrics and samples as JSON lines, and TensorBoard events."""
+"""The log of a run: metrics and samples as JSON lines, and TensorBoard events."""
 
 import logging
 import math
@@ -18,44 +18,50 @@ from rljax.errors import InputError
 from rljax.monitoring import jsonl
 from rljax.monitoring.tags import find_tag
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 
 
 class MetricsLog:
-    """The metrics and samples of one run, each standing once however often it is restarted.
+    """The metrics and samples of one run, each written once however often it is restarted.
 
     The run directory holds `metrics.jsonl` (an object a line: step, time in seconds since 1970,
     then the tags), `samples.jsonl` (step, then the sample's fields) and TensorBoard's event files.
     Each call is flushed, so that a killed run loses no whole line. `metrics.jsonl` is the
     authority: the event files are written anew from it whenever the log is opened.
 
-    A step's number says how many updates were finished. For a resume to lose nothing, log a step
+    A step's number is the number of finished updates. For a resume to lose nothing, log a step
     before its checkpoint is saved. Of several processes that share a run directory exactly one
     opens the log.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], restored_step: int | None = None):
-        """Open the log, cutting it back to where the run goes on.
+        """Open the log, cut back to where the run continues.
 
         Args:
-            run_dir: The run's directory; made where it does not exist.
-            restored_step: The step of the restored checkpoint: lines of later steps are dropped.
-                None where nothing was restored: the run starts anew and all its lines are dropped.
+          run_dir: The run's directory; made where it does not exist.
+          restored_step: The step of the restored checkpoint: lines of later steps are dropped.
+            None for a new run: all lines are dropped.
         """
         self._run_dir = Path(run_dir)
-        self._run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"run directory {str(self._run_dir)!r} cannot be made ({error.strerror}): choose "
+                "another run_dir"
+            ) from None
         last_step = -math.inf if restored_step is None else restored_step
         for name in (METRICS_FILE, SAMPLES_FILE):
             later, broken = jsonl.cut_back(self._run_dir / name, last_step)
             if later and restored_step is None:
-                logger.warning("%s: dropped %d lines of an earlier start", name, later)
+                _log.warning("%s: dropped %d lines of an earlier start", name, later)
             elif later:
-                logger.info("%s: dropped %d lines after step %d", name, later, restored_step)
+                _log.info("%s: dropped %d lines after step %d", name, later, restored_step)
             if broken:
-                logger.warning("%s: dropped %d broken lines", name, broken)
+                _log.warning("%s: dropped %d broken lines", name, broken)
         self._events = _rewrite_events(self._run_dir)
         self._metrics = (self._run_dir / METRICS_FILE).open("ab")
         self._samples = (self._run_dir / SAMPLES_FILE).open("ab")
@@ -71,11 +77,11 @@ class MetricsLog:
         all the same and named once.
 
         Args:
-            step: Updates finished.
-            values: Tags to numbers; numpy and jax scalars are accepted.
+          step: Updates finished.
+          values: Tags to numbers; numpy and jax scalars are accepted.
 
         Raises:
-            ValueError: If a value is not one number, or a tag is called 'step' or 'time'.
+          InputError: If a value is not one number, or a tag is called 'step' or 'time'.
         """
         step = operator.index(step)
         numbers = {tag: _number(tag, value) for tag, value in values.items()}
@@ -90,8 +96,8 @@ class MetricsLog:
         """Write sampled responses, one line each.
 
         Args:
-            step: Updates finished.
-            samples: The fields of each: prompt, completion, reward and whatever else helps.
+          step: Updates finished.
+          samples: The fields of each: prompt, completion, reward and whatever else helps.
         """
         step = operator.index(step)
         for sample in samples:
@@ -104,7 +110,7 @@ class MetricsLog:
             return
         repeated = {tag: count for tag, count in self._not_finite.items() if count > 1}
         if repeated:
-            logger.warning(
+            _log.warning(
                 "not finite more than once, written as null: %s",
                 ", ".join(f"{tag} ({count} times)" for tag, count in repeated.items()),
             )
@@ -127,7 +133,7 @@ class MetricsLog:
         for tag in numbers.keys() - self._unknown:
             if find_tag(tag) is None:
                 self._unknown.add(tag)
-                logger.warning("tag %r is not in the table rljax/monitoring/tags.py", tag)
+                _log.warning("tag %r is not in the table rljax/monitoring/tags.py", tag)
         named = []
         for tag, number in numbers.items():
             if not math.isfinite(number):
@@ -135,7 +141,7 @@ class MetricsLog:
                 if count in (1, 10, 100, 1000):
                     named.append(f"{tag}={number}")
         if named:
-            logger.warning("step %d: not finite, written as null: %s", step, ", ".join(named))
+            _log.warning("step %d: not finite, written as null: %s", step, ", ".join(named))
 
 
 def _number(tag: str, value: Any) -> float:

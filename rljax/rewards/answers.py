@@ -1,6 +1,6 @@
 r"""Finding the final answer in a text and deciding whether two answers are the same.
 
-The rules, which are all there is (no computer algebra):
+The rules (there is no computer algebra behind them):
 
 | written | read as |
 | --- | --- |
@@ -12,7 +12,7 @@ The rules, which are all there is (no computer algebra):
 | `50%`, `50\%`, `50 percent` | 50 with the unit percent (so not 0.5) |
 | `90^\circ`, `90°`, `90 degrees` | 90 with the unit degree |
 | `$18`, `18 dollars`, `5 \text{ cm}`, `72 clips` | a number with a unit |
-| `x = 5`, `x \in [0, 1]` | what stands on the right |
+| `x = 5`, `x \in [0, 1]` | the right-hand side |
 | `[0, 1)`, `(-\infty, 2]`, `(1, 2)` | interval, point or tuple: brackets, order and values count |
 | `(0,1) \cup (2,3)` | the parts in any order |
 | `\{1, 2\}`, `1, 2`, `1 and 2` | the values in any order |
@@ -39,7 +39,7 @@ class Quantity(NamedTuple):
 
 
 class Collection(NamedTuple):
-    """Values between two brackets; "{" stands for values in any order, "U" for a union."""
+    """Values between two brackets; "{" means values in any order, "U" a union."""
 
     brackets: str
     values: tuple["Answer", ...]
@@ -100,11 +100,11 @@ def same_answer(given: str, reference: str) -> bool:
     """Whether two answers are the same by the rules above.
 
     Args:
-        given: A response's answer.
-        reference: The right answer.
+      given: A response's answer.
+      reference: The right answer.
 
     Returns:
-        True if they are. Empty answers are never the same.
+      True if they are. Empty answers are never the same.
     """
     first, second = parse(given), parse(reference)
     return first != "" and _same(first, second)
@@ -285,8 +285,8 @@ def evaluate(text: str) -> Number | None:
     r"""The value of an expression of numbers, \frac, \sqrt, \pi, \infty, + - * / ^ and brackets.
 
     Returns:
-        A Fraction where the value is rational and found exactly, a float otherwise, None where the
-        text is no such expression (or is absurdly large, or has no real value).
+      A Fraction where the value is rational and found exactly, a float otherwise, None where the
+      text is no such expression (or is absurdly large, or has no real value).
     """
     mixed = re.fullmatch(r"([-+]?)\s*(\d+)\s+(\d+)\s*/\s*(\d+)", text.strip())
     if mixed and int(mixed.group(4)):

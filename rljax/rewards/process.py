@@ -37,10 +37,10 @@ class RewardProcess:
     """One user's reward function in one process, restarted after it hung or died.
 
     Args to the constructor:
-        function: "path/to/file.py:function", "module:function", or a function, which is pickled by
-            cloudpickle (by value where it stems from a notebook or script).
-        timeout_s: Seconds that a call may take.
-        output: The file to which what the function prints is appended; None: standard error.
+      function: "path/to/file.py:function", "module:function", or a function, which is pickled by
+        cloudpickle (by value where it stems from a notebook or script).
+      timeout_s: Seconds that a call may take.
+      output: The file to which what the function prints is appended; None: standard error.
 
     The process never sees an accelerator through jax (JAX_PLATFORMS is cpu there), has no input,
     ignores a keyboard interrupt meant for the trainer, and ends when the trainer does.
@@ -140,7 +140,7 @@ class RewardProcess:
         return reply
 
     def _kill(self) -> str:
-        """Ends the process and says how it had ended before, if it had."""
+        """Ends the process; returns its exit status or signal, if it had ended before."""
         process, self._process = self._process, None
         if process is None:
             return "not running"

@@ -35,11 +35,11 @@ class Scores:
     """The scores of B responses by K reward functions.
 
     Attributes:
-        rewards: Their weighted sum, float32 [B]; 0 where not valid.
-        scores: The first function's values, the verifier's, float32 [B]; 0 where not valid.
-        components: Each function's values, unweighted, float32 [B, K]; NaN where it failed.
-        valid: False where any function failed: to be left out everywhere, bool [B].
-        failures: One line for each failure.
+      rewards: Their weighted sum, float32 [B]; 0 where not valid.
+      scores: The first function's values, the verifier's, float32 [B]; 0 where not valid.
+      components: Each function's values, unweighted, float32 [B, K]; NaN where it failed.
+      valid: False where any function failed: to be left out everywhere, bool [B].
+      failures: One line for each failure.
     """
 
     rewards: Float32[np.ndarray, " B"]
@@ -68,15 +68,15 @@ class Scorer:
     variables it uses (by cloudpickle); what it changes there, such as a counter in a notebook, is
     not seen here. One that cannot be sent, such as one that uses an open file, a lock or a model
     on an accelerator, runs in a thread of this process, and a warning says so: exceptions, exit()
-    and the time limit cost its samples only, as for the others, but a call that hangs goes on in
+    and the time limit cost its samples only, as for the others, but a call that hangs continues in
     the background, and one that ends the process ends the run.
 
     A scorer may be called from several threads. Close it, or use it as a context manager.
 
     Attributes:
-        names: A name for each function, all different, for metrics: `__name__`, or the part of a
-            reference after its colon.
-        failed: How many samples each function has lost so far, by its name.
+      names: A name for each function, all different, for metrics: `__name__`, or the part of a
+        reference after its colon.
+      failed: How many samples each function has lost so far, by its name.
     """
 
     def __init__(
@@ -91,18 +91,18 @@ class Scorer:
         """Loads the functions.
 
         Args:
-            functions: Names, references and Python functions (see `RewardFunction`), mixed as
-                you like. The first is the verifier, whose values are the `scores`.
-            weights: A weight for each function; None: 1 each.
-            timeout_s: Seconds that one call of a user's function may take: the call of all
-                samples first and, if that failed, the call of each sample alone.
-            max_hangs: After so many samples of a batch hung one by one, its rest is given up, so
-                that a function that always hangs takes timeout_s * (max_hangs + 1) a batch.
-            output: File to which the user's functions' printing is appended; None: standard error.
+          functions: Names, references and Python functions (see `RewardFunction`), mixed as
+            you like. The first is the verifier, whose values are the `scores`.
+          weights: A weight for each function; None: 1 each.
+          timeout_s: Seconds that one call of a user's function may take: the call of all
+            samples first and, if that failed, the call of each sample alone.
+          max_hangs: After so many samples of a batch hung one by one, its rest is given up, so
+            that a function that always hangs takes timeout_s * (max_hangs + 1) a batch.
+          output: File to which the user's functions' printing is appended; None: standard error.
 
         Raises:
-            InputError: Where a function cannot be loaded, two have one name, or a number does not
-                fit.
+          InputError: Where a function cannot be loaded, two have one name, or a number does not
+            fit.
         """
         if isinstance(functions, str) or not functions:
             raise InputError(
@@ -138,11 +138,11 @@ class Scorer:
         """Refuses data columns with which a function could not be called; call it before a run.
 
         Args:
-            columns: The names of the data columns.
+          columns: The names of the data columns.
 
         Raises:
-            InputError: Where a function requires a column that the data lack, or a column has the
-                name of another argument.
+          InputError: Where a function requires a column that the data lack, or a column has the
+            name of another argument.
         """
         have = list(columns)
         taken = [name for name in RESERVED if name in have]
@@ -171,17 +171,17 @@ class Scorer:
         """Scores B responses.
 
         Args:
-            prompts: The rendered prompt of each response (so a prompt's text stands G times).
-            completions: The responses' texts.
-            completion_ids: The responses' token ids.
-            columns: The data columns, each with B values.
+          prompts: The rendered prompt of each response (repeated for each of its G responses).
+          completions: The responses' texts.
+          completion_ids: The responses' token ids.
+          columns: The data columns, each with B values.
 
         Returns:
-            The scores.
+          The scores.
 
         Raises:
-            InputError: Where lengths differ or a column has the name of another argument; never
-                for what a function does.
+          InputError: Where lengths differ or a column has the name of another argument; never
+            for what a function does.
         """
         size = len(prompts)
         arguments: dict[str, Sequence[Any]] = {
@@ -297,14 +297,14 @@ class Scorer:
             return
         lost = {i for _, i, _ in failures}
         reasons = collections.Counter(f"{name} {reason}" for name, _, reason in failures)
-        told = [f"{count} x {reason}" for reason, count in reasons.most_common(3)]
+        listed = [f"{count} x {reason}" for reason, count in reasons.most_common(3)]
         if len(reasons) > 3:
-            told.append(f"{len(reasons) - 3} other reasons")
+            listed.append(f"{len(reasons) - 3} other reasons")
         _log.warning(
             "%d of %d samples could not be scored and are left out: %s",
             len(lost),
             size,
-            "; ".join(told),
+            "; ".join(listed),
         )
         with self._count:
             self.failed.update(name for name, _, _ in failures)
@@ -328,7 +328,7 @@ class _Verifier:
 class _InThread:
     """A user's function that cannot leave this process, called in a thread with a time limit.
 
-    A call that takes too long is abandoned: its thread goes on until the function returns, as
+    A call that takes too long is abandoned: its thread runs until the function returns, as
     threads cannot be stopped, and its result is ignored.
     """
 

@@ -9,10 +9,10 @@ from rljax.rewards.worker import Outcome
 
 
 class SharedScorer(Scorer):
-    """A scorer of which each process has one: it scores its own part, and all get all scores.
+    """A scorer for several processes: each scores its own part of a batch, and all get all scores.
 
-    So that all agree where a reward function is slow or would say something else the next time.
-    What went wrong anywhere is reported by the first process.
+    All processes then agree, even where a reward function is random or times out. Failures
+    anywhere are reported by the first process.
     """
 
     def _outcomes(

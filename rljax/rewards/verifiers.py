@@ -15,11 +15,11 @@ def exact_match(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> 
     decimal digits.
 
     Args:
-        completions: The responses' texts, [B].
-        answer: The data column, [B].
+      completions: The responses' texts, [B].
+      answer: The data column, [B].
 
     Returns:
-        1.0 or 0.0 for each completion.
+      1.0 or 0.0 for each completion.
     """
     return [
         float(_squeeze(completion) == _squeeze(str(reference)))
@@ -34,11 +34,11 @@ def boxed(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[f
     solution that ends in `#### answer` or holds a `\boxed{answer}`.
 
     Args:
-        completions: The responses' texts, [B].
-        answer: The data column, [B].
+      completions: The responses' texts, [B].
+      answer: The data column, [B].
 
     Returns:
-        1.0 or 0.0 for each completion.
+      1.0 or 0.0 for each completion.
     """
     return _compare(extract_boxed, completions, answer)
 
@@ -46,15 +46,15 @@ def boxed(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[f
 def numeric(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float]:
     r"""1 where the completion's final answer is the right one, else 0; also without any answer.
 
-    The final answer stands in the last `\boxed{...}`, or else after the last `####`, or else in
-    the last `<answer>...</answer>`, or else is the last number. All else is as in `boxed`.
+    The final answer is the last `\boxed{...}`, or else what follows the last `####`, or else the
+    content of the last `<answer>...</answer>`, or else the last number. All else is as in `boxed`.
 
     Args:
-        completions: The responses' texts, [B].
-        answer: The data column, [B].
+      completions: The responses' texts, [B].
+      answer: The data column, [B].
 
     Returns:
-        1.0 or 0.0 for each completion.
+      1.0 or 0.0 for each completion.
     """
     return _compare(extract_final, completions, answer)
 

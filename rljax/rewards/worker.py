@@ -27,7 +27,7 @@ from typing import Any
 
 from rljax.errors import InputError, MissingFileError
 
-# Each sample's outcome: a score, or one line that says why there is none.
+# Each sample's outcome: a score, or one line with the reason why there is none.
 Outcome = float | str
 
 _LARGEST = 3.4028234e38  # of float32, in which rewards are kept
@@ -37,13 +37,13 @@ def load_function(reference: str) -> Callable[..., Any]:
     """Loads a reward function.
 
     Args:
-        reference: "path/to/file.py:function" or "module:function".
+      reference: "path/to/file.py:function" or "module:function".
 
     Returns:
-        The function.
+      The function.
 
     Raises:
-        ValueError: Where the reference is malformed, or nothing callable is found under it.
+      ValueError: Where the reference is malformed, or nothing callable is found under it.
     """
     where, _, name = reference.rpartition(":")
     if not where or not name:
@@ -83,7 +83,7 @@ def parameters(function: Callable[..., Any]) -> tuple[set[str] | None, set[str]]
     """The keyword arguments a function takes (None: any), and those it cannot do without."""
     try:
         found = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin tells nothing
+    except (TypeError, ValueError):  # builtins without a signature
         return None, set()
     named = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = {p.name for p in named if p.default is p.empty}
@@ -96,12 +96,12 @@ def call(function: Callable[..., Any], arguments: dict[str, Any], size: int) -> 
     """Calls a reward function and judges what it returns.
 
     Args:
-        function: Returns one number for each sample.
-        arguments: Its keyword arguments.
-        size: How many samples there are.
+      function: Returns one number for each sample.
+      arguments: Its keyword arguments.
+      size: How many samples there are.
 
     Returns:
-        An outcome for each sample, or, where the call as a whole failed, one line that says why.
+      An outcome for each sample, or, where the call as a whole failed, one line with the reason.
     """
     try:
         result = function(**arguments)

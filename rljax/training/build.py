@@ -17,6 +17,7 @@ from rljax import losses as L
 from rljax import mesh as meshes
 from rljax import models, processes
 from rljax.config import Config
+from rljax.data import check_vocabulary
 from rljax.monitoring import MetricsLog
 from rljax.rewards import RewardFunction
 from rljax.rewards.shared import SharedScorer
@@ -32,7 +33,7 @@ from rljax.training.learner import make_learner
 from rljax.training.objective_flags import make_objective
 from rljax.training.optimizer import make_optimizer
 from rljax.training.policy import Policy, open_policy
-from rljax.training.prompts import RunPrompts, alphabet, load_run_prompts
+from rljax.training.prompts import RunPrompts, load_run_prompts, run_alphabet
 from rljax.training.reference import freeze_reference
 from rljax.training.run import Run
 from rljax.training.state import RunState
@@ -76,7 +77,8 @@ def open_run(
     processes.on_first(run_directory.claim, directory, config, name, own)
     # Programs with collectives in flight at once can wait for each other for ever on CPU devices.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    policy = open_policy(config, lambda: alphabet(config, prompts, eval_prompts), mesh)
+    policy = open_policy(config, lambda: run_alphabet(config, prompts, eval_prompts), mesh)
+    check_vocabulary(policy.tokenizer, policy.model.vocab_size, config.data.template)
     asked = load_run_prompts(config, policy.tokenizer, prompts, eval_prompts)
     with contextlib.ExitStack() as stack:
         source = _open_source(stack, config, directory, policy, asked, rewards)

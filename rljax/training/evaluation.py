@@ -7,7 +7,7 @@ import time
 
 from rljax.config import Config
 from rljax.data import Prompt
-from rljax.evals import evaluate
+from rljax.evals import EvalTask, evaluate, seed_for_evaluation
 from rljax.rollouts import GroupSource
 from rljax.sampling import SamplingParams
 from rljax.training.state import Progress
@@ -73,9 +73,7 @@ class Evaluator:
             self.source.scorer,
             self.source.tokenizer,
             sampling,
-            k,
-            seed=self.config.run.seed + 1,
-            task=self.task,
+            EvalTask(self.task, k, seed_for_evaluation(self.config.run.seed)),
         )
         return values | {"perf/eval_s": time.perf_counter() - started}
 

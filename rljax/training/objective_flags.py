@@ -49,7 +49,7 @@ def make_objective(config: Config, given: L.Objective | None = None) -> L.Object
             raise InputError(
                 f"objective={name!r} returned {type(objective).__name__}; return an Objective"
             )
-    return objective.adding(*_terms(config))
+    return objective.adding(*L.additional(**vars(config.terms)))
 
 
 def _find(name: str) -> Any:
@@ -101,26 +101,3 @@ def _arguments(
     if name == "dr_grpo":
         wanted["length"] = longest
     return wanted
-
-
-def _terms(config: Config) -> list[Any]:
-    """The terms that the flags add to any objective."""
-    t, terms = config.terms, list[Any]()
-    if t.truncated_is is not None:
-        terms.append(L.truncated_is(cap=t.truncated_is))
-    if t.top_entropy is not None:
-        terms.append(L.top_entropy(t.top_entropy))
-    if t.entropy_target is not None:
-        adaptive = L.adaptive_entropy(t.entropy_target)
-        if t.entropy_coef is not None:
-            adaptive = dataclasses.replace(adaptive, initial=t.entropy_coef)
-        terms.append(adaptive)
-    elif t.entropy_coef is not None:
-        terms.append(L.entropy_bonus(t.entropy_coef))
-    if t.router_aux_loss_coef is not None:
-        terms.append(L.router_balance(t.router_aux_loss_coef))
-    if t.clip_cov is not None:
-        terms.append(L.clip_cov(fraction=t.clip_cov))
-    if t.kl_cov is not None:
-        terms.append(L.kl_cov(coef=t.kl_cov))
-    return terms

@@ -15,6 +15,7 @@ from rljax.data import (
     PromptFormat,
     PromptStream,
     Tokenizer,
+    alphabet,
     load_prompts,
     load_rows,
 )
@@ -38,26 +39,48 @@ class RunPrompts:
     validation: list[Prompt]
 
 
-def alphabet(config: Config, rows: Rows | None = None, eval_rows: Rows | None = None) -> str:
-    """The characters of the questions and answers: what a model from random weights must know.
+def run_alphabet(config: Config, rows: Rows | None = None, eval_rows: Rows | None = None) -> str:
+    """The characters of all data of a run: what a model from random weights must know.
 
     Args:
       config: Names the data.
       rows: Rows to train on in place of the named data.
       eval_rows: Held-out rows in place of the named ones.
     """
+    splits = [("train", rows), ("validation", None), ("test", eval_rows)]
+    found = [(_find(config, split, own, rows), split) for split, own in splits]
+    sources = [load_rows(source, split) for source, split in found if source is not None]
+    return alphabet(sources, _prompt_format(config))
+
+
+def _find(config: Config, split: str, own: Rows | None, rows: Rows | None) -> Any:
+    """Where a split of the run's data comes from; None where it has none."""
     data = config.data
-    found = list(rows) if rows is not None else load_rows(_source(config), "train")
-    if eval_rows is not None:
-        found += list(eval_rows)
-    elif data.eval_data:
-        found += load_rows(data.eval_data, "test")
-    texts = [str(value) for row in found for value in _values(row)]
-    return "".join(sorted({character for text in texts for character in text}))
+    if own is not None:
+        return list(own)
+    if split == "train":
+        if not data.data:
+            raise InputError(
+                "data is not set; give a JSONL or Parquet file or folder, or one of "
+                f"{', '.join(TASKS)}"
+            )
+        return data.data
+    if split == "test" and data.eval_data:
+        return data.eval_data
+    named = rows is None
+    if named and (data.data in TASKS or (split == "test" and Path(data.data).is_dir())):
+        return data.data
+    return None
 
 
-def _values(row: Any) -> list[Any]:
-    return list(row.values()) if isinstance(row, dict) else [row]
+def _prompt_format(config: Config) -> PromptFormat:
+    data = config.data
+    return PromptFormat(
+        data.template,
+        data.question_column or None,
+        data.answer_column or None,
+        data.max_prompt_length,
+    )
 
 
 def load_run_prompts(
@@ -74,32 +97,14 @@ def load_run_prompts(
     Raises:
       InputError: There are none, or they are malformed.
     """
-    data = config.data
-    style = PromptFormat(
-        data.template,
-        data.question_column or None,
-        data.answer_column or None,
-        data.max_prompt_length,
-    )
-    source = _source(config) if rows is None else list(rows)
-    stream = PromptStream(source, tokenizer, style, seed=config.run.seed)
+    style, seed = _prompt_format(config), config.run.seed
+    stream = PromptStream(_find(config, "train", rows, rows), tokenizer, style, seed=seed)
     processes.agree({"digest of the prompts": stream.get_state()["digest"]})
-    generated = rows is None and data.data in TASKS
-    held_out: list[Prompt] = []
-    if eval_rows is not None:
-        held_out = load_prompts(list(eval_rows), tokenizer, style)
-    elif data.eval_data or (rows is None and (generated or Path(data.data).is_dir())):
-        held_out = load_prompts(data.eval_data or data.data, tokenizer, style, split="test")
+
+    def load(split: str, own: Rows | None) -> list[Prompt]:
+        source = _find(config, split, own, rows)
+        return [] if source is None else load_prompts(source, tokenizer, style, split=split)
+
     most = config.evals.eval_prompts
-    validation = []
-    if generated:
-        validation = load_prompts(data.data, tokenizer, style, split="validation")
-    return RunPrompts(stream, held_out[:most] if most else held_out, validation)
-
-
-def _source(config: Config) -> str:
-    if not config.data.data:
-        raise InputError(
-            f"data is not set; give a JSONL or Parquet file or folder, or one of {', '.join(TASKS)}"
-        )
-    return config.data.data
+    held_out = load("test", eval_rows)
+    return RunPrompts(stream, held_out[:most] if most else held_out, load("validation", None))

@@ -18,7 +18,7 @@ from rljax.batch import Batch
 from rljax.config import Config
 from rljax.data import Prompt, Tokenizer
 from rljax.errors import InputError
-from rljax.evals import evaluate
+from rljax.evals import EvalTask, evaluate, seed_for_evaluation
 from rljax.models import Params
 from rljax.rollouts import GroupSource
 from rljax.sampling import SamplingParams
@@ -134,9 +134,7 @@ def _validate(
         source.scorer,
         policy.tokenizer,
         greedy,
-        1,
-        config.run.seed,
-        "validation",
+        EvalTask("validation", seed=seed_for_evaluation(config.run.seed)),
     )
     source.engine.unload()
     return found["eval/validation/greedy"]

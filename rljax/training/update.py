@@ -119,8 +119,7 @@ class _Update:
 
     def _held(self, state: TrainState, rows: Rows) -> Bool[Array, ""]:
         """Whether the exact gradient is 0, and what there is of it is rounding."""
-        terms = self.objective.regularisers
-        if not terms or self.objective.critic or not all(isinstance(t, L.kl) for t in terms):
+        if not self.objective.only_kl:
             return jnp.bool_(False)
         return (state.applied == 0) & ~(rows.mask & (rows.weights * rows.advantages != 0)).any()
 

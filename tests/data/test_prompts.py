@@ -99,7 +99,7 @@ def test_too_long_error_refuses_the_first_long_prompt():
         (SOURCE, {"max_prompt_length": 0}, "max_prompt_length=0 is too small"),
         (rows("aaa", "bb"), {"max_prompt_length": 1}, "all 2 prompts .* shortest has 2 tokens"),
         (rows("a", ""), {}, "row 1 of the given list of rows renders to no tokens"),
-        (rows("a", "B"), {}, "character 'B' of 'B' is not in the alphabet"),
+        (rows("a", "B"), {}, "row 1 of the given list of rows: character 'B' of 'B' is none"),
         (SOURCE, {"template": "chatml"}, "template='chatml' is unknown: use one of none, chat"),
         (SOURCE, {"template": "chat"}, "CharTokenizer has none: use template='none'"),
         (SOURCE, {"too_long": "cut"}, "too_long='cut' is unknown: use 'drop' or 'error'"),

@@ -1,11 +1,13 @@
 """Rows come from JSONL and Parquet files and folders, whatever their columns are called."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from rljax.data import CharTokenizer, load_prompts, load_rows
 from rljax.data.sources import question_and_answer
+from rljax.errors import InputError
 
 ROWS = [{"question": "a", "answer": "1"}, {"question": "b", "answer": "2"}]
 
@@ -56,7 +58,7 @@ def test_a_folder_with_splits_never_mixes_them(tmp_path):
     assert load_rows(tmp_path, "train") == ROWS[:1]
     assert load_rows(tmp_path, "test") == ROWS[1:]
     for split in ("validation", None):
-        with pytest.raises(ValueError, match="splits test, train but split="):
+        with pytest.raises(ValueError, match="splits test, train but none of split="):
             load_rows(tmp_path, split)
 
 
@@ -141,3 +143,35 @@ def test_prompts_of_a_file_carry_every_column(tmp_path):
         "question": "ab",
         "answer": "b",
     }
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"a": "é"}\n{"a": "é"}'.encode("latin-1"), r"x.jsonl:1 is not UTF-8 .byte 0xe9."),
+        (b'{"a": 1}\n' + '{"a": 1}'.encode("utf-16"), r"x.jsonl:2 is not UTF-8"),
+        (b'{"a": ' + b"9" * 5000 + b"}", r"x.jsonl:1 cannot be read .*: write the value as text"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused_with_its_line(tmp_path, content, message):
+    (tmp_path / "x.jsonl").write_bytes(content)
+    with pytest.raises(InputError, match=message) as error:
+        load_rows(tmp_path / "x.jsonl")
+    assert "\n" not in str(error.value)
+
+
+def test_a_byte_order_mark_and_separators_inside_text_are_read(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a": "b\u2028c"}\r\n', encoding="utf-8-sig")
+    assert load_rows(path) == [{"a": "b\u2028c"}]
+
+
+def test_a_file_without_permission_is_refused_in_one_line(tmp_path, monkeypatch):
+    path = write(tmp_path / "x.jsonl", ROWS)
+
+    def refuse(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(InputError, match=r"cannot be read .Permission denied.: check its perm"):
+        load_rows(path)

@@ -7,12 +7,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rljax.evals import AnswerParser, evaluate, sample
+from rljax.errors import InputError
+from rljax.evals import (
+    AnswerParser,
+    EvalTask,
+    evaluate,
+    reflection_frac,
+    sample,
+    seed_for_evaluation,
+)
 from rljax.monitoring import find_tag
 
 pytestmark = pytest.mark.smoke
 
 END = 99
+FIRST_SEEDS = [1250587765, 1822463029]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +102,7 @@ def _run(replies, answers, k, **sampling):
         exact_scorer,
         DigitTokenizer(),
         Sampling(**sampling),
-        num_generations=k,
-        seed=5,
-        task="addition",
+        EvalTask("addition", k, seed=5),
     )
     return engine, values
 
@@ -169,10 +176,15 @@ def test_end_ids_come_from_the_tokenizer_unless_named():
 def test_samples_stand_in_the_order_of_the_prompts():
     replies = [[[1, END], [2, END]], [[3, END], [4, END]]]
     evaluation = sample(
-        RoteEngine(replies), _prompts("13"), exact_scorer, DigitTokenizer(), Sampling(), 2, 0
+        RoteEngine(replies),
+        _prompts("13"),
+        exact_scorer,
+        DigitTokenizer(),
+        Sampling(),
+        EvalTask("addition", 2),
     )
     assert evaluation.completions == [["1", "2"], ["3", "4"]]
-    assert evaluation.right.tolist() == [[True, False], [True, False]]
+    assert evaluation.correct.tolist() == [[True, False], [True, False]]
 
 
 @pytest.mark.parametrize(
@@ -189,8 +201,50 @@ def test_bad_requests_are_refused(answers, k, sampling, says):
 
 
 def test_a_task_name_with_a_slash_is_refused():
-    with pytest.raises(ValueError, match="without '/'"):
-        evaluate(None, [], None, None, Sampling(), 1, 0, task="a/b")
+    with pytest.raises(InputError, match="name='a/b' is no name without '/'"):
+        EvalTask("a/b")
+
+
+def test_progress_counts_the_prompts_that_are_sampled():
+    told = []
+    evaluate(
+        RoteEngine([[[1, END]], [[2, END]], [[3, END]]]),
+        _prompts("123"),
+        exact_scorer,
+        DigitTokenizer(),
+        Sampling(),
+        EvalTask("addition"),
+        lambda done, total: told.append((done, total)),
+    )
+    assert told == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_no_evaluation_draws_with_the_keys_of_a_training_run():
+    seeds = [seed_for_evaluation(seed) for seed in range(10_000)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(2**30 <= seed < 2**31 for seed in seeds)
+    assert seeds[:2] == FIRST_SEEDS  # stable from version to version
+    assert seed_for_evaluation(2**64 - 1) < 2**31
+    for seed in (-1, 2**64):
+        with pytest.raises(InputError, match="outside"):
+            seed_for_evaluation(seed)
+
+
+def test_reflection_is_found_by_its_phrases():
+    reflects = [
+        "Wait, 3 + 4 is 7.",
+        "Let me check: yes.",
+        "Let's verify this.",
+        "so 8. Hmm, let me double-check that",
+        "We re-evaluate it",
+        "I made a mistake",
+        "On second thought, no.",
+    ]
+    plain = ["The answer is 7.", "await the waiter", "", "a check of $5", "she considers it"]
+    assert reflection_frac(reflects) == 1.0
+    assert reflection_frac(plain) == 0.0
+    assert reflection_frac(reflects[:1] + plain[:1]) == 0.5
+    assert math.isnan(reflection_frac([]))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +257,7 @@ def test_a_task_name_with_a_slash_is_refused():
         ("my_function", ["1,234", "1234", "7", " "], 2 / 3, 0.75),
     ],
 )
-def test_answers_are_read_as_the_verifier_reads_them(verifier, texts, majority, answering):
+def test_answers_are_extracted_as_the_verifier_does(verifier, texts, majority, answering):
     class Speller(DigitTokenizer):
         def decode(self, ids):
             return texts[ids[0]]
@@ -214,15 +268,20 @@ def test_answers_are_read_as_the_verifier_reads_them(verifier, texts, majority, 
         return SimpleNamespace(scores=right.astype(np.float32), valid=np.ones(4, bool))
 
     engine = RoteEngine([[[0], [1], [2], [3]]])
-    values = evaluate(engine, _prompts("x"), scorer, Speller(), Sampling(), 4, 0, task="math")
+    values = evaluate(engine, _prompts("x"), scorer, Speller(), Sampling(), EvalTask("math", 4))
     assert values["eval/math/maj@4"] == pytest.approx(majority)
     assert values["eval/math/answering_rate"] == answering
 
 
-def test_a_reading_may_be_given():
+def test_a_parser_may_be_given():
     engine = RoteEngine([[[1], [2], [1, 1], [3]]])
     odd = AnswerParser(lambda text: text if int(text) % 2 else None, lambda a, b: a[0] == b[0])
     evaluation = sample(
-        engine, _prompts("3"), exact_scorer, DigitTokenizer(), Sampling(), 4, 0, odd
+        engine,
+        _prompts("3"),
+        exact_scorer,
+        DigitTokenizer(),
+        Sampling(),
+        EvalTask("addition", 4, parser=odd),
     )
     assert evaluation.answers == [["1", None, "1", "3"]]

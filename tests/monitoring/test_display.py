@@ -3,6 +3,7 @@
 import io
 import logging
 import sys
+import time
 
 import pytest
 from rich.console import Console
@@ -169,3 +170,54 @@ def test_the_history_of_a_long_run_stays_small():
 def test_no_steps_is_refused():
     with pytest.raises(ValueError, match="total_steps must be at least 1, got 0"):
         LiveDisplay(0)
+
+
+def test_a_long_stage_is_told_in_plain_lines_and_a_short_one_is_not(clock):
+    console = _plain()
+    with LiveDisplay(10, console=console) as display:
+        with display.stage("saving"):
+            clock[0] += 1
+        with display.stage("evaluating") as report:
+            clock[0] += 1
+            report(1, 8)
+            clock[0] += 2
+            report(2, 8)
+            clock[0] += 1
+            report(3, 8)
+            clock[0] += 5
+            report(8, 8)
+    assert console.file.getvalue().splitlines() == [
+        "evaluating 2/8 ...",
+        "evaluating 8/8 ...",
+        "evaluating: took 9.0 s",
+    ]
+
+
+def test_a_stage_that_reports_nothing_is_told_as_well(monkeypatch):
+    monkeypatch.setattr(display_module, "_SILENT_SECONDS", 0.01)
+    console = _plain()
+    with LiveDisplay(10, console=console) as display, display.stage("loading"):
+        for _ in range(100):
+            if console.file.getvalue():
+                break
+            time.sleep(0.02)
+    assert console.file.getvalue().startswith("loading ...\nloading: took 0.")
+
+
+def test_the_panel_shows_the_stage_and_then_the_message_again(clock):
+    display = LiveDisplay(10, console=_terminal(), live=True)
+    display.message("saved")
+    with display.stage("evaluating") as report:
+        report(3, 8)
+        clock[0] += 65
+        assert "1:05  evaluating 3/8 ..." in _drawn(display)
+        with display.stage("compiling"):
+            assert "0:00  compiling ..." in _drawn(display)
+    assert "saved" in _drawn(display) and "evaluating" not in _drawn(display)
+
+
+def test_a_stage_that_fails_is_over(clock):
+    display = LiveDisplay(10, console=_terminal(), live=True)
+    with pytest.raises(KeyError), display.stage("loading"):
+        raise KeyError
+    assert "loading" not in _drawn(display)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from rljax.errors import InputError
 from rljax.monitoring import METRICS_FILE, SAMPLES_FILE, MetricsLog, read
 
 pytestmark = pytest.mark.smoke
@@ -224,3 +225,9 @@ def test_cutting_back_is_logged_at_info(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         _write(tmp_path, [], restored_step=1)
     assert "metrics.jsonl: dropped 2 lines after step 1" in caplog.text
+
+
+def test_a_directory_that_cannot_be_made_is_refused_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"run directory '.*' cannot be made .*: choose another"):
+        MetricsLog(tmp_path / "file" / "run")

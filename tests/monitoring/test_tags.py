@@ -2,7 +2,7 @@
 
 import pytest
 
-from rljax.monitoring import TAGS, find_tag
+from rljax.monitoring import TAGS, find_tag, tags
 
 pytestmark = pytest.mark.smoke
 
@@ -68,7 +68,34 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("room", NAMES)
-def test_names_that_users_know_are_there(room):
-    tags = [f"{room}/{name}" for name in NAMES[room].split()]
-    assert [tag for tag in tags if find_tag(tag) is None] == []
+@pytest.mark.parametrize("group", NAMES)
+def test_names_that_users_know_are_there(group):
+    assert tags.unknown(f"{group}/{name}" for name in NAMES[group].split()) == []
+
+
+def test_every_condition_is_explained_and_used():
+    assert {entry.when for entry in TAGS} == set(tags.CONDITIONS)
+
+
+def test_unknown_tags_are_listed_in_their_order():
+    assert tags.unknown(["b/c", "reward/mean", "a", "eval/x/greedy"]) == ["b/c", "a"]
+
+
+def test_missing_entries_are_those_whose_condition_held():
+    assert tags.missing([], {"teacher"}) == ["policy/kl_teacher"]
+    assert tags.missing(["policy/kl_teacher"], {"teacher"}) == []
+    logged = ["eval/a/avg@8", "eval/a/pass@1", "eval/a/maj@8", "eval/a/score_mean"]
+    assert tags.missing(logged, {"sampled_eval"}) == [
+        "eval/<task>/answering_rate",
+        "eval/<task>/length_mean",
+        "eval/<task>/truncated_frac",
+        "eval/<task>/invalid_frac",
+    ]
+
+
+def test_a_tag_is_described_in_one_line():
+    assert tags.describe("perf/update_s") == "Time spent in updates (s), at every training step"
+    assert tags.describe("eval/a/greedy") == (
+        "Share right when decoding greedily, at evaluations, where there are held-out prompts"
+    )
+    assert tags.describe("x/y") == "x/y is not in the table of rljax.monitoring.tags"
