@@ -1,8 +1,9 @@
-"""Print the shell commands that a README marks, so that CI runs exactly what a reader would.
+"""Print the shell commands that README and guides mark, so that CI runs what a reader would.
 
-A command is a fenced ```bash block right after an HTML comment `<!-- ci: MARK -->`.
+A command is a fenced ```bash block right after an HTML comment `<!-- ci: MARK -->`. The marks
+install, test and quickstart are used once over all files; run, any number of times.
 
-Usage: readme_commands.py README.md MARK [--optional]
+Usage: readme_commands.py MARK README.md [docs/GUIDE.md ...]
 """
 
 import argparse
@@ -19,54 +20,76 @@ _COMMENT = re.compile(r"<!--\s*ci:\s*([^>]*?)\s*-->")
 _MARKS = ("install", "test", "quickstart", "run")
 
 
-def marked_commands(readme: str) -> dict[str, list[str]]:
+def marked_commands(text: str) -> dict[str, list[str]]:
     """The blocks of each mark, in order.
 
     Args:
-        readme: The text of a README.
+        text: The Markdown text of one file.
 
     Returns:
         Mark to its blocks of commands.
 
     Raises:
-        ValueError: If a mark is unknown, stands before no bash block, or (all but 'run') twice.
+        ValueError: If a mark is unknown, is not right above a bash block, or is repeated
+            (all but 'run').
     """
     found: dict[str, list[str]] = {}
-    for match in _MARKED.finditer(readme):
+    for match in _MARKED.finditer(text):
         found.setdefault(match["mark"], []).append(match["commands"])
-    comments = _COMMENT.findall(readme)
+    comments = _COMMENT.findall(text)
     for mark in comments:
         if mark not in _MARKS:
             raise ValueError(f"mark {mark!r} is not known; use one of {', '.join(_MARKS)}")
         if comments.count(mark) != len(found.get(mark, [])):
             raise ValueError(
-                f"'<!-- ci: {mark} -->' stands {comments.count(mark)} times but before "
+                f"'<!-- ci: {mark} -->' occurs {comments.count(mark)} times but right above "
                 f"{len(found.get(mark, []))} ```bash blocks; put it right above the block"
             )
         if mark != "run" and comments.count(mark) > 1:
-            raise ValueError(f"mark {mark!r} stands {comments.count(mark)} times; use it once")
+            raise ValueError(f"mark {mark!r} occurs {comments.count(mark)} times; use it once")
+    return found
+
+
+def collect(files: list[pathlib.Path], mark: str) -> list[str]:
+    """The blocks of one mark in several files, in order.
+
+    Args:
+        files: Markdown files.
+        mark: One of the marks.
+
+    Returns:
+        The blocks.
+
+    Raises:
+        ValueError: If a file is missing or marked wrongly, or the mark is nowhere, or (all but
+            'run') in several files.
+    """
+    found = []
+    for file in files:
+        try:
+            found += marked_commands(file.read_text(encoding="utf-8")).get(mark, [])
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file}: {error}") from None
+    names = ", ".join(map(str, files))
+    if not found:
+        raise ValueError(f"{names}: no ```bash block after '<!-- ci: {mark} -->'; add it")
+    if mark != "run" and len(found) > 1:
+        raise ValueError(f"{names}: mark {mark!r} occurs {len(found)} times; use it once")
     return found
 
 
 def main() -> int:
     """Print the commands of one mark; exit status 1 where there are none."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("readme", type=pathlib.Path)
     parser.add_argument("mark", choices=_MARKS)
-    parser.add_argument("--optional", action="store_true", help="no block is fine")
+    parser.add_argument("files", type=pathlib.Path, nargs="+")
     arguments = parser.parse_args()
     try:
-        blocks = marked_commands(arguments.readme.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        print(f"{arguments.readme}: {error}", file=sys.stderr)
+        blocks = collect(arguments.files, arguments.mark)
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 1
-    if arguments.mark not in blocks and not arguments.optional:
-        print(
-            f"{arguments.readme}: no ```bash block after '<!-- ci: {arguments.mark} -->'; add it",
-            file=sys.stderr,
-        )
-        return 1
-    print("\n".join(blocks.get(arguments.mark, [])), end="")
+    print("\n".join(blocks), end="")
     return 0
 
 

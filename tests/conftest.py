@@ -1,6 +1,11 @@
-"""Eight virtual CPU devices for every test, asked for before jax is imported."""
+"""What every test runs under: eight virtual CPU devices and a compilation cache.
+
+All of it is set before jax is imported, and inherited by the processes that tests start.
+"""
 
 import os
+import shutil
+import tempfile
 
 import pytest
 
@@ -12,6 +17,21 @@ for _flag in _FLAGS:
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Two programs with collectives in flight on virtual devices can wait for each other for ever.
 os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
+
+# One compilation cache for all workers and for the processes they start: the caller's, or a folder
+# that lives as long as this session. The controller makes it; its workers inherit the variable.
+_own_cache = None
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _own_cache = tempfile.mkdtemp(prefix="rljax-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _own_cache
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def pytest_unconfigure() -> None:
+    """Removes the cache where this process made it."""
+    if _own_cache is not None:
+        shutil.rmtree(_own_cache, ignore_errors=True)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

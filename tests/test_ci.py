@@ -1,17 +1,17 @@
-"""The scripts of `.ci`: what the README marks, and what the quickstart must say."""
+"""The scripts of `.ci`: the commands that README and guides mark, the quickstart's result."""
 
 import importlib.util
 import json
 import pathlib
 import re
-import subprocess
 import sys
 
 import pytest
 
 pytestmark = pytest.mark.smoke
 
-CI = pathlib.Path(__file__).parents[1] / ".ci"
+ROOT = pathlib.Path(__file__).parents[1]
+CI = ROOT / ".ci"
 
 
 def _load(name):
@@ -56,36 +56,52 @@ def test_marked_blocks_are_found_in_order():
     ("text", "says"),
     [
         ("<!-- ci: instal -->\n```bash\nx\n```\n", "'instal' is not known"),
-        ("<!-- ci: test -->\nwords\n```bash\nx\n```\n", "1 times but before 0"),
-        ("<!-- ci: test -->\n```python\nx\n```\n", "1 times but before 0"),
-        ("<!-- ci: test -->\n```bash\nx\n```\n" * 2, "stands 2 times; use it once"),
+        ("<!-- ci: test -->\nwords\n```bash\nx\n```\n", "1 times but right above 0"),
+        ("<!-- ci: test -->\n```python\nx\n```\n", "1 times but right above 0"),
+        ("<!-- ci: test -->\n```bash\nx\n```\n" * 2, "occurs 2 times; use it once"),
     ],
 )
-def test_a_mark_that_would_be_passed_over_is_refused(text, says):
+def test_a_mark_that_would_be_ignored_is_refused(text, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         readme_commands.marked_commands(text)
 
 
-def _print(path, *arguments):
-    return subprocess.run(
-        [sys.executable, CI / "readme_commands.py", path, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def _print(capsys, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["readme_commands.py", *map(str, arguments)])
+    status = readme_commands.main()
+    return status, *capsys.readouterr()
 
 
-def test_the_script_prints_or_fails_loudly(tmp_path):
-    path = tmp_path / "README.md"
-    path.write_text(README)
-    assert _print(path, "run").stdout == "echo one\n\necho two\n"
-    missing = _print(path, "test")
-    assert (
-        missing.returncode == 1 and "no ```bash block after '<!-- ci: test -->'" in missing.stderr
-    )
-    path.write_text("")
-    assert _print(path, "run", "--optional").returncode == 0
-    assert _print(tmp_path / "none.md", "run").returncode == 1
+def test_the_script_prints_the_blocks_of_all_files(tmp_path, capsys, monkeypatch):
+    readme, guide = tmp_path / "README.md", tmp_path / "guide.md"
+    readme.write_text(README)
+    guide.write_text("<!-- ci: run -->\n```bash\necho three\n```\n")
+    printed = _print(capsys, monkeypatch, "run", readme, guide)
+    assert printed == (0, "echo one\n\necho two\n\necho three\n", "")
+    assert _print(capsys, monkeypatch, "install", readme, guide)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("mark", "names", "says"),
+    [
+        ("test", ["README.md"], "no ```bash block after '<!-- ci: test -->'; add it"),
+        ("install", ["README.md", "README.md"], "mark 'install' occurs 2 times; use it once"),
+        ("run", ["README.md", "none.md"], "none.md"),
+    ],
+)
+def test_the_script_fails_with_one_line(tmp_path, capsys, monkeypatch, mark, names, says):
+    (tmp_path / "README.md").write_text(README)
+    status, out, err = _print(capsys, monkeypatch, mark, *(tmp_path / name for name in names))
+    assert (status, out) == (1, "")
+    assert says in err and len(err.splitlines()) == 1
+
+
+def test_every_command_of_the_guides_is_run():
+    """A bash block without a mark would be one that no check runs."""
+    for file in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = file.read_text(encoding="utf-8")
+        marked = sum(map(len, readme_commands.marked_commands(text).values()))
+        assert text.count("```bash") == marked, file.name
 
 
 RESULT = {"eval_before": 0.31, "eval_after": 0.94, "steps": 300, "seconds": 120.0, "run_dir": "."}

@@ -1,25 +1,40 @@
-"""What is installed is what there is."""
+"""Properties of the source as a whole: what is installed, logged, printed and imported."""
 
+import ast
 import tomllib
 from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.smoke
+
 ROOT = Path(__file__).parents[1]
+LIBRARY = [file for folder in ("rljax", "kernels") for file in (ROOT / folder).rglob("*.py")]
 
 
-@pytest.mark.smoke
-def test_every_package_is_installed():
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    found = {"rljax_kernels"}
-    for file in (ROOT / "rljax").rglob("__init__.py"):
-        found.add(".".join(file.parent.relative_to(ROOT).parts))
-    assert set(listed) == found
+def test_every_folder_of_modules_is_installed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    modules = [p for top in ("rljax", "kernels") for p in (ROOT / top).rglob("*.py")]
+    found = {".".join(p.parent.relative_to(ROOT).parts) for p in modules}
+    listed = set(project["tool"]["setuptools"]["packages"])
+    assert listed == {"rljax_kernels" if x == "kernels" else x for x in found}
 
 
-@pytest.mark.smoke
+def _trees():
+    for file in LIBRARY:
+        yield file.relative_to(ROOT), ast.parse(file.read_text(encoding="utf-8"))
+
+
 def test_the_library_never_imports_torch():
-    for folder in ("rljax", "kernels"):
-        for file in (ROOT / folder).rglob("*.py"):
-            lines = file.read_text().splitlines()
-            assert not [x for x in lines if x.strip().startswith(("import torch", "from torch"))]
+    for file, tree in _trees():
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert "torch" not in {name.split(".")[0] for name in names}, f"{file}:{node.lineno}"
+
+
+def test_the_library_logs_and_never_prints():
+    for file, tree in _trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id != "print", f"{file}:{node.lineno}"

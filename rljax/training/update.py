@@ -119,7 +119,7 @@ class _Update:
 
     def _held(self, state: TrainState, rows: Rows) -> Bool[Array, ""]:
         """Whether the exact gradient is 0, and what there is of it is rounding."""
-        if not self.objective.only_kl:
+        if not (self.objective.only_kl and "ref" in self.objective.loss_needs):
             return jnp.bool_(False)
         return (state.applied == 0) & ~(rows.mask & (rows.weights * rows.advantages != 0)).any()
 

@@ -21,12 +21,10 @@ SHORT = [
 ]  # fmt: skip
 
 
-def command(run_dir, *extra, cache=None, devices=1, xla=""):
-    flag = f"--xla_force_host_platform_device_count={devices} {xla}"
-    environment = {**os.environ, "XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}
-    if cache is not None:
-        environment["JAX_COMPILATION_CACHE_DIR"] = str(cache)
-        environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+def command(run_dir, *extra, devices=1):
+    """Starts it, with the tests' compilation cache and as little optimization as they have."""
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     arguments = [sys.executable, "-m", "experiments.train", *SHORT, f"--run_dir={run_dir}", *extra]
     return subprocess.Popen(
         arguments, cwd=ROOT, env=environment, text=True,

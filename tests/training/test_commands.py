@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from rljax_kernels import cpu
 
+from experiments import train
 from experiments.flags import parse
 from rljax import mesh as meshes
 from rljax import models
@@ -20,7 +22,7 @@ from rljax.data import CharTokenizer
 from rljax.training import setup
 
 sys.path.insert(0, str(Path(__file__).parent))
-from runs import ROOT, command
+from runs import ROOT, SHORT, command
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def base(tmp_path_factory):
         (["--model=nope"], "model='nope' is neither a folder or .gguf file nor one of smollm2,"),
         (["--model={base}/no_weights"], "no_weights"),
         (["--max_prompt_length=4"], "longer than max_prompt_length=4"),
-        (["--mesh=fsdp=3"], "mesh fsdp=3 needs 3 devices, got 1"),
+        (["--mesh=fsdp=3"], "mesh fsdp=3 needs 3 devices, got 8"),
         (["--mini_batch_size=7"], "mini_batch_size=7 must divide the 16 responses"),
         (["--cap=3", "--objective=grpo"], "cap=3.0 means nothing to objective=grpo"),
         (["--objective=dr_grpo", "--mask_truncated=True"], "means nothing to objective=dr_grpo"),
@@ -70,11 +72,19 @@ def base(tmp_path_factory):
         (["--resume=must"], "holds no run"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(base, tmp_path, flags, line):
-    process = command(tmp_path / "run", *(f.format(base=base) for f in flags))
-    out, err = process.communicate(timeout=120)
+def test_bad_input_is_refused_in_one_line(base, tmp_path, monkeypatch, capsys, flags, line):
+    flags = [*SHORT, f"--run_dir={tmp_path}/run", *(f.format(base=base) for f in flags)]
+    flags.append("--num_processes=1")
+    monkeypatch.setattr(sys, "argv", ["train", *flags])
+    levels = {name: logging.getLogger(name).level for name in ("rljax", "absl")}
+    try:
+        status = train.main()
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+    out, err = capsys.readouterr()
     complaints = [text for text in err.splitlines() if text.startswith("error: ")]
-    assert process.returncode == 1
+    assert status == 1
     assert out == ""
     assert len(complaints) == 1, err
     assert "Traceback" not in err
@@ -163,13 +173,10 @@ def test_adapters_are_trained_resumed_compared_with_their_base_and_exported(base
         "--lora_targets", "attention/q", "down", "--warmup_steps=1", "--save_every=1",
         "--lr_schedule=constant",
     ]  # fmt: skip
-    cache = tmp_path / "cache"
 
     def run(name, steps):
         export = tmp_path / f"{name}{steps}"
-        process = command(
-            tmp_path / name, *flags, f"--steps={steps}", f"--export={export}", cache=cache
-        )
+        process = command(tmp_path / name, *flags, f"--steps={steps}", f"--export={export}")
         _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         return models.from_pretrained(export)
@@ -192,10 +199,9 @@ def test_a_run_goes_on_with_its_reference_and_refuses_another_configuration(base
         f"--data={base}/data.jsonl", "--sft_target=0", "--objective=grpo", "--lr_schedule=constant",
         "--warmup_steps=1",
     ]  # fmt: skip
-    cache = tmp_path / "cache"
-    first = command(tmp_path / "run", *flags, "--steps=1", cache=cache)
+    first = command(tmp_path / "run", *flags, "--steps=1")
     assert first.wait(300) == 0, first.communicate()[1]
-    longer = command(tmp_path / "run", *flags, "--steps=2", cache=cache)
+    longer = command(tmp_path / "run", *flags, "--steps=2")
     _, err = longer.communicate(timeout=300)
     assert longer.returncode == 0, err
     rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -40,7 +40,7 @@ def free_port():
         return s.getsockname()[1]
 
 
-def start(run_dir, cache, number):
+def start(run_dir, number):
     """The run by so many processes, which have eight devices together."""
     flags = [
         "--mesh=fsdp=4,expert=2", "--steps=2", "--save_every=1", "--eval_every=2",
@@ -49,16 +49,14 @@ def start(run_dir, cache, number):
         "--learning_rate=0.01",
         f"--rewards={run_dir.parent}/reward.py:odd", f"--heartbeat_timeout={HEARTBEAT}",
     ]  # fmt: skip
-    address, light = f"localhost:{free_port()}", "--xla_backend_optimization_level=0"
+    address = f"localhost:{free_port()}"
     found = [[]]
     if number > 1:
         found = [
             [f"--coordinator={address}", f"--num_processes={number}", f"--process_id={i}"]
             for i in range(number)
         ]
-    return [
-        command(run_dir, *flags, *own, cache=cache, devices=8 // number, xla=light) for own in found
-    ]
+    return [command(run_dir, *flags, *own, devices=8 // number) for own in found]
 
 
 def finish(started):
@@ -76,16 +74,15 @@ def runs(tmp_path_factory):
         "def odd(completions, **_):\n"
         "    return [sum(c in '13579' for c in text) / 8 for text in completions]\n"
     )
-    cache = base / "cache"
-    finish(start(base / "one", cache, 1))
-    first, second = start(base / "two", cache, 2)
+    finish(start(base / "one", 1))
+    first, second = start(base / "two", 2)
     wait_for_step(first, base / "two", 1)
     second.send_signal(signal.SIGKILL)
     killed = time.monotonic()
     _, told = first.communicate(timeout=300)
     left_alone = (first.returncode, time.monotonic() - killed, told)
     second.communicate()
-    return base, left_alone, finish(start(base / "two", cache, 2))
+    return base, left_alone, finish(start(base / "two", 2))
 
 
 def test_two_processes_killed_and_started_again_train_as_one_does(runs):

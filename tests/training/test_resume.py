@@ -22,16 +22,15 @@ def start(run_dir, *extra, **options):
 def runs(tmp_path_factory):
     """An unbroken run, and one killed twice."""
     base = tmp_path_factory.mktemp("runs")
-    cache = base / "cache"
-    whole = start(base / "whole", cache=cache)
+    whole = start(base / "whole")
     out, err = whole.communicate(timeout=600)
     assert whole.returncode == 0, err
     for step in (1, 4):
-        broken = start(base / "broken", cache=cache)
+        broken = start(base / "broken")
         wait_for_step(broken, base / "broken", step)
         broken.send_signal(signal.SIGKILL)
         broken.wait()
-    ended = start(base / "broken", cache=cache)
+    ended = start(base / "broken")
     out_again, err = ended.communicate(timeout=600)
     assert ended.returncode == 0, err
     return base, json.loads(out.splitlines()[-1]), json.loads(out_again.splitlines()[-1]), err
@@ -88,7 +87,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(run
     for file in place.rglob("*"):
         if file.is_file():
             file.write_bytes(b"damaged")
-    again = start(base / "broken", cache=base / "cache")
+    again = start(base / "broken")
     _, err = again.communicate(timeout=600)
     assert again.returncode == 0, err
     assert "checkpoint of step 6 cannot be read" in err

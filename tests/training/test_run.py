@@ -1,4 +1,4 @@
-"""A run as a library: your own objective, rewards and rows; stage by stage; what must not change."""
+"""A run as a library: your own objective, rewards and rows, taken stage by stage."""
 
 import dataclasses
 import json
