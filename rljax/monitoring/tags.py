@@ -39,6 +39,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 TAGS: tuple[Tag, ...] = (
     # What the responses earned.
     Tag("reward/mean", "reward", "Mean reward of the valid responses (weighted sum, unshaped)"),
+    Tag("reward/overflow_frac", "1", "Share of responses whose advantage overflowed float32"),
     Tag("reward/std", "reward", "Standard deviation of the rewards over the batch"),
     Tag("reward/<function>/mean", "reward", "Mean of one reward function, before its weight"),
     Tag("reward/invalid_frac", "1", "Share of responses whose scoring failed; they are left out"),
@@ -57,6 +58,8 @@ TAGS: tuple[Tag, ...] = (
     Tag("policy/entropy_coef", "1", "Coefficient of the adaptive entropy bonus, as it acts now"),
     Tag("policy/clip_frac_low", "1", "Share of tokens clipped at the ratio window's lower end"),
     Tag("policy/clip_frac_high", "1", "Share of tokens clipped at the ratio window's upper end"),
+    Tag("policy/clip_cov_frac", "1", "Share of tokens whose surrogate Clip-Cov took away"),
+    Tag("policy/kl_cov_frac", "1", "Share of tokens that KL-Cov penalised"),
     Tag("policy/clip_frac_dual", "1", "Share of tokens at the bound of dual clipping"),
     Tag("policy/clipped_high_prob", "1", "Mean probability of the tokens clipped above"),
     Tag("policy/ratio_mean", "1", "Mean ratio of the live to the old policy"),
