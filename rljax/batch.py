@@ -5,6 +5,7 @@ B counts responses, T tokens, R rows of the device. Every per-token field is ali
 """
 
 import bisect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,30 +15,75 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rljax.errors import InputError
 
-_PER_TOKEN = (
-    "mask",
-    "positions",
-    "segments",
-    "token_rewards",
-    "rollout_logp",
-    "old_logp",
-    "old_entropy",
-    "ref_logp",
-    "teacher_logp",
-    "values",
-    "version",
-    "routing",
-)
-_PER_RESPONSE = (
-    "group",
-    "rewards",
-    "scores",
-    "score_components",
-    "valid",
-    "completion_length",
-    "truncated",
-    "bootstrap_value",
-)
+_TOKEN, _RESPONSE = ("B", "T"), ("B",)
+
+# Axes and kind of each field: 'int', 'bool' (or integers 0 and 1) or 'number'.
+_BATCH_FIELDS: dict[str, tuple[tuple[str, ...], str]] = {
+    "tokens": (_TOKEN, "int"),
+    "mask": (_TOKEN, "bool"),
+    "group": (_RESPONSE, "int"),
+    "rewards": (_RESPONSE, "number"),
+    "scores": (_RESPONSE, "number"),
+    "score_components": (("B", "K"), "number"),
+    "token_rewards": (_TOKEN, "number"),
+    "valid": (_RESPONSE, "bool"),
+    "completion_length": (_RESPONSE, "int"),
+    "truncated": (_RESPONSE, "bool"),
+    "positions": (_TOKEN, "int"),
+    "segments": (_TOKEN, "int"),
+    "rollout_logp": (_TOKEN, "number"),
+    "old_logp": (_TOKEN, "number"),
+    "old_entropy": (_TOKEN, "number"),
+    "ref_logp": (_TOKEN, "number"),
+    "teacher_logp": (_TOKEN, "number"),
+    "values": (_TOKEN, "number"),
+    "version": (_TOKEN, "int"),
+    "bootstrap_value": (_RESPONSE, "number"),
+    "routing": (("B", "T", "layers", "k"), "int"),
+    "support": (("B", "T", "S"), "int"),
+}
+_ROW = ("R", "T")
+_ROWS_FIELDS: dict[str, tuple[tuple[str, ...], str]] = {
+    **dict.fromkeys(("tokens", "positions", "segments", "sequence", "group"), (_ROW, "int")),
+    **dict.fromkeys(("mask", "keep"), (_ROW, "bool")),
+    **dict.fromkeys(("advantages", "weights", "token_weights", "correction"), (_ROW, "number")),
+    **dict.fromkeys(("old_logp", "rollout_logp", "ref_logp", "teacher_logp"), (_ROW, "number")),
+    **dict.fromkeys(("values", "returns", "old_entropy"), (_ROW, "number")),
+    "prefix": (_ROW, "int"),
+    "routing": (("R", "T", "layers", "k"), "int"),
+    "support": (("R", "T", "S"), "int"),
+}
+_KINDS = {
+    "int": (jnp.integer,),
+    "bool": (jnp.bool_, jnp.integer),
+    "number": (jnp.number, jnp.bool_),
+}
+
+
+def _check(record: Any, fields: dict[str, tuple[tuple[str, ...], str]]) -> None:
+    """Refuses fields whose axes or kind are wrong; sizes are those of `tokens`."""
+    shape = jnp.shape(record.tokens)
+    first, second = fields["tokens"][0]
+    if len(shape) != 2:
+        raise InputError(f"tokens must be [{first}, {second}], got shape {shape}: give two axes")
+    sizes = {first: shape[0], second: shape[1]}
+    for name, (axes, kind) in fields.items():
+        value = getattr(record, name)
+        if value is None:
+            continue
+        got = jnp.shape(value)
+        fits = len(got) == len(axes) and all(
+            size == sizes.get(axis, size) for axis, size in zip(axes, got, strict=True)
+        )
+        if not fits:
+            expected = ", ".join(str(sizes.get(axis, axis)) for axis in axes)
+            raise InputError(
+                f"{name} must be [{', '.join(axes)}] = ({expected}) like tokens, got {got}: "
+                "give one entry for each"
+            )
+        dtype = jnp.result_type(value)
+        if not any(jnp.issubdtype(dtype, allowed) for allowed in _KINDS[kind]):
+            raise InputError(f"{name} must be of kind {kind}, got {dtype}: convert it")
 
 
 class Batch(struct.PyTreeNode):
@@ -48,10 +94,10 @@ class Batch(struct.PyTreeNode):
     Attributes:
       tokens: Prompt then response, right-padded; int32 [B, T].
       mask: True on the policy's own response tokens; False on prompt, tool and observation
-        tokens and on padding. It alone says what trains: no field is rebuilt from a pad id.
+        tokens and on padding. It alone decides what trains; nothing is inferred from a padding id.
       group: Which prompt a response answers; any integers.
       rewards: Weighted sum of the reward functions, not yet shaped. NaN excludes the response.
-      scores: What the verifier said; filters look at this. None: the rewards.
+      scores: The verifier's score; filters use it. None: the rewards.
       score_components: Each reward function apart.
       token_rewards: Per-token rewards; the response's reward is added at its last token.
       valid: False where scoring failed: excluded everywhere. None: all valid.
@@ -96,26 +142,12 @@ class Batch(struct.PyTreeNode):
     support: Int[Array, "B T S"] | None = None
 
     def check(self) -> None:
-        """Refuses fields whose shapes disagree with `tokens`.
+        """Refuses fields whose axes disagree with `tokens`, or whose dtype is of the wrong kind.
 
         Raises:
-          ValueError: The first such field, its shape and the shape it should have.
+          ValueError: The first such field, what it is and what it should be.
         """
-        shape = jnp.shape(self.tokens)
-        if len(shape) != 2:
-            raise InputError(f"tokens must be [B, T], got shape {shape}: add the missing axis")
-        for names, expected, layout in (
-            (_PER_TOKEN, shape, "[B, T]"),
-            (_PER_RESPONSE, shape[:1], "[B]"),
-        ):
-            for name in names:
-                value = getattr(self, name)
-                got = None if value is None else jnp.shape(value)
-                if got is not None and got[: len(expected)] != expected:
-                    raise InputError(
-                        f"{name} must start with {layout} = {expected} like tokens, got {got}: "
-                        "give one entry for each"
-                    )
+        _check(self, _BATCH_FIELDS)
 
 
 class Rows(struct.PyTreeNode):
@@ -141,7 +173,7 @@ class Rows(struct.PyTreeNode):
       token_weights: 1 over the kept tokens of the optimizer batch: the weight of entropy,
         critic and reported averages.
       correction: c, importance weights and rejections; multiplies the surrogate only.
-      old_logp: By the proximal policy; None: the live policy stands in (see `Objective.loss`).
+      old_logp: By the proximal policy; None: the live policy takes its place (see `Objective.loss`).
       rollout_logp: By the behaviour policy.
       ref_logp: By the frozen reference.
       teacher_logp: By a teacher.
@@ -180,6 +212,14 @@ class Rows(struct.PyTreeNode):
     max_segments: int = struct.field(pytree_node=False, default=1)
     context_axis: str | None = struct.field(pytree_node=False, default=None)
 
+    def check(self) -> None:
+        """Refuses fields whose axes disagree with `tokens`, or whose dtype is of the wrong kind.
+
+        Raises:
+          ValueError: The first such field, what it is and what it should be.
+        """
+        _check(self, _ROWS_FIELDS)
+
     @property
     def packed(self) -> bool:
         """Whether several responses may share a row."""
@@ -204,7 +244,7 @@ class Rows(struct.PyTreeNode):
     def pack(
         self, row_length: int, num_rows: int | None = None, max_segments: int | None = None
     ) -> "Rows":
-        """Lays several responses into each row, longest first into the fullest row that holds it.
+        """Lays several responses into each row, longest first into the fullest row that it fits in.
 
         Runs on the host. Padding is dropped, so a response needs only its own length.
 
@@ -271,19 +311,19 @@ class Rows(struct.PyTreeNode):
 
 
 def _best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Best-fit decreasing: each response into the fullest row that still holds it."""
+    """Best-fit decreasing: each response into the fullest row that it still fits in."""
     bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, bin), sorted
+    free_bins: list[tuple[int, int]] = []  # (free tokens, bin), sorted
     for member in np.argsort(-lengths, kind="stable"):
         length = int(lengths[member])
         if length == 0:
             continue
-        place = bisect.bisect_left(room, (length, -1))
-        if place == len(room):
+        place = bisect.bisect_left(free_bins, (length, -1))
+        if place == len(free_bins):
             free, chosen = capacity, len(bins)
             bins.append([])
         else:
-            free, chosen = room.pop(place)
+            free, chosen = free_bins.pop(place)
         bins[chosen].append(int(member))
-        bisect.insort(room, (free - length, chosen))
+        bisect.insort(free_bins, (free - length, chosen))
     return bins

@@ -21,6 +21,7 @@ and has a `__call__`; see `notebooks/losses.ipynb`.
 from rljax.losses.additions import SETTINGS, additional
 from rljax.losses.advantages import (
     Advantage,
+    advantage,
     batch_whiten,
     gae,
     gdpo_normalize,
@@ -43,6 +44,8 @@ from rljax.losses.corrections import (
 )
 from rljax.losses.critic import value_loss
 from rljax.losses.estimators import kl_estimate
+from rljax.losses.groups import equal_scores
+from rljax.losses.groups import statistics as group_statistics
 from rljax.losses.masks import Mask, drop_zero_variance, mask_truncated, top_entropy
 from rljax.losses.metrics import Histogram, Max, Mean, Min, Moments, all_reduce, finish, merge
 from rljax.losses.named import (
@@ -126,6 +129,7 @@ __all__ = [
     "Weights",
     "adaptive_entropy",
     "additional",
+    "advantage",
     "all_reduce",
     "batch_whiten",
     "chain",
@@ -144,6 +148,7 @@ __all__ = [
     "dr_grpo",
     "drop_zero_variance",
     "entropy_bonus",
+    "equal_scores",
     "finish",
     "gae",
     "gdpo",
@@ -153,6 +158,7 @@ __all__ = [
     "gmpo_clip",
     "group_center",
     "group_normalize",
+    "group_statistics",
     "grpo",
     "gspo",
     "gspo_token",

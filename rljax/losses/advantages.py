@@ -6,6 +6,7 @@ response; `gae`, `returns_to_go` and `batch_whiten(per='token')` give one for ea
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import jax
@@ -14,7 +15,8 @@ from jaxtyping import Array, Bool, Float
 
 from rljax.errors import InputError
 from rljax.losses import groups
-from rljax.losses.base import Draft, Scope, Step, Transform, is_traced, missing
+from rljax.losses.base import Draft, Scope, Step, Transform, missing
+from rljax.losses.value_checks import ResponseValues
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,52 @@ class Advantage(Transform):
     def live(self, step: Step) -> Step:
         """Sets `step.advantages` where they depend on the live policy."""
         return step
+
+    def check_values(self, values: ResponseValues) -> None:
+        """Refuses values that it cannot use (see `Objective.check_values`)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class advantage(Advantage):
+    """A plain function of a draft as an advantage.
+
+    The function takes a `Draft` and returns A, f32 [B] or [B, T]. Of the draft it may use
+    `advantages` (the shaped rewards, or what the advantage before it in a chain gave), `scores`,
+    `valid`, `group` (numbers 0 .. B-1) and `length` [B], `mask` and `counted()` [B, T], and
+    `field('old_logp', name)` for other fields of the batch [B, T]; `group_statistics` has the
+    mean and deviation of each response's group. Two are equal if their functions are the same
+    object.
+
+    Args:
+      fn: The function.
+      reads: What it reads of the batch besides rewards: names as in `Objective.needs`.
+    """
+
+    fn: Callable[[Draft], Array]
+    reads: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise InputError(f"advantage takes a function of a draft, got {self.fn!r}")
+
+    @property
+    def prepare_needs(self) -> frozenset[str]:
+        """As given."""
+        return frozenset(self.reads)
+
+    def __call__(self, draft: Draft) -> Draft:
+        """Sets `draft.advantages`."""
+        found = jnp.asarray(self.fn(draft), jnp.float32)
+        if found.shape not in (draft.valid.shape, draft.mask.shape):
+            raise InputError(
+                f"{self!r} must give one advantage a response {draft.valid.shape} or a token "
+                f"{draft.mask.shape}, got shape {found.shape}"
+            )
+        return draft.replace(advantages=found)
+
+    def __repr__(self) -> str:
+        reads = f", reads={self.reads!r}" if self.reads else ""
+        return f"advantage({getattr(self.fn, '__name__', self.fn)}{reads})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +103,10 @@ class group_center(Advantage):
         """Sets `draft.advantages`."""
         return draft.replace(advantages=_group(draft, self).centered)
 
+    def check_values(self, values: ResponseValues) -> None:
+        """Refuses prompts with one response."""
+        values.refuse_single_responses(self)
+
 
 @dataclasses.dataclass(frozen=True)
 class group_normalize(Advantage):
@@ -71,7 +123,11 @@ class group_normalize(Advantage):
     def __call__(self, draft: Draft) -> Draft:
         """Sets `draft.advantages`."""
         stats = _group(draft, self, self.ddof)
-        return draft.replace(advantages=_over(stats.centered, stats.std + self.eps))
+        return draft.replace(advantages=stats.normalized(self.eps))
+
+    def check_values(self, values: ResponseValues) -> None:
+        """Refuses prompts with one response."""
+        values.refuse_single_responses(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +140,10 @@ class leave_one_out(Advantage):
         others = jnp.maximum(stats.count - 1.0, 1.0)
         return draft.replace(advantages=stats.centered * stats.count / others)
 
+    def check_values(self, values: ResponseValues) -> None:
+        """Refuses prompts with one response."""
+        values.refuse_single_responses(self)
+
 
 @dataclasses.dataclass(frozen=True)
 class mean_normalize(Advantage):
@@ -94,13 +154,13 @@ class mean_normalize(Advantage):
 
     def __call__(self, draft: Draft) -> Draft:
         """Sets `draft.advantages`."""
-        if not is_traced(draft.rewards) and bool((draft.rewards < 0).any()):
-            raise InputError(
-                f"mean_normalize needs rewards of at least 0, got {float(draft.rewards.min())}: "
-                "shift the rewards or use group_normalize"
-            )
         stats = _group(draft, self)
         return draft.replace(advantages=_over(stats.centered, jnp.maximum(stats.mean, 0.0)))
+
+    def check_values(self, values: ResponseValues) -> None:
+        """Refuses prompts with one response, and negative rewards."""
+        values.refuse_single_responses(self)
+        values.refuse_negative_rewards(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +188,6 @@ class gdpo_normalize(Advantage):
         components = draft.batch.score_components
         if components is None:
             raise missing("score_components", self, "Batch")
-        _refuse_singles(draft, self)
         number = components.shape[1]
         weights = (1.0,) * number if self.weights is None else self.weights
         if len(weights) != number:
@@ -141,8 +200,12 @@ class gdpo_normalize(Advantage):
             component = components[:, k].astype(jnp.float32)
             valid = draft.valid & jnp.isfinite(component)
             stats = groups.statistics(component, valid, draft.group)
-            total = total + weight * _over(stats.centered, stats.std + self.eps)
+            total = total + weight * stats.normalized(self.eps)
         return draft.replace(advantages=groups.whiten(total, _trains(draft), 1e-8))
+
+    def check_values(self, values: ResponseValues) -> None:
+        """Refuses prompts with one response."""
+        values.refuse_single_responses(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,17 +374,4 @@ def _over(x: Array, by: Array) -> Array:
 def _group(draft: Draft, user: Advantage, ddof: int = 1) -> groups.Stats:
     if draft.advantages.ndim != 1:
         raise InputError(f"{user!r} needs one reward a response, got one a token: put it first")
-    _refuse_singles(draft, user)
     return groups.statistics(draft.advantages, draft.valid, draft.group, ddof)
-
-
-def _refuse_singles(draft: Draft, user: Advantage) -> None:
-    """A prompt with one response has no group to compare with; seen only outside jit."""
-    if is_traced(draft.group, draft.valid):
-        return
-    size = groups.sums(jnp.ones_like(draft.rewards), draft.group)
-    if bool(((size == 1) & draft.valid).any()):
-        raise InputError(
-            f"{user!r} needs at least 2 responses a prompt, got a prompt with 1: "
-            "raise num_generations"
-        )

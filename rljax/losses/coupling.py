@@ -75,6 +75,7 @@ def of_policy(policy: Any) -> Coupling:
             if step.surrogate is None:
                 step = policy_gradient()(step)
             surrogate = step.surrogate
+            assert surrogate is not None
             gate = jnp.ones_like(logp) if step.gate is None else step.gate
             try:
                 gained = jnp.broadcast_to(surrogate * gate, logp.shape)

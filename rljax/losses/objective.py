@@ -20,14 +20,14 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rljax.batch import Batch, Rows
 from rljax.errors import InputError
-from rljax.losses import additions, composition, coupling, reports
+from rljax.losses import additions, composition, coupling, reports, value_checks
 from rljax.losses.advantages import Advantage
-from rljax.losses.base import Chain, PolicyOutputs, Step, is_traced, parts
+from rljax.losses.base import Chain, PolicyOutputs, Step, parts
 from rljax.losses.corrections import Correction
 from rljax.losses.critic import value_loss
 from rljax.losses.masks import Mask
 from rljax.losses.metrics import Metric, Metrics, total
-from rljax.losses.preparation import draft_of, rows_of
+from rljax.losses.preparation import draft_of, finite, rows_of
 from rljax.losses.ratios import Ratio
 from rljax.losses.regularisers import Regulariser, kl
 from rljax.losses.sequences import SequenceLayout
@@ -152,19 +152,50 @@ class Objective:
           of the batch (`reward/*`, `score/*`, `group/*`, `completion/*`, `mismatch/*`).
 
         Raises:
-          ValueError: A field is missing or misshapen, or a prompt has a single response where
-            the advantage compares responses (judged outside jit only).
+          ValueError: A field is missing or misshapen, or, outside jit, what `check_values` refuses.
         """
         batch.check()
+        if value_checks.on_host(batch):
+            self.check_values(batch)
         draft = draft_of(batch)
         for shape in self.shaping:
             draft = shape(draft)
         for mask in self.masks:
             draft = mask(draft)
-        draft = self.advantage(draft.replace(advantages=draft.rewards))
+        draft = finite(self.advantage(draft.replace(advantages=draft.rewards)))
         for correction in self.corrections:
             draft = correction(draft)
         return jax.lax.stop_gradient((self.weigh(rows_of(draft)), draft.stats))
+
+    def check_values(self, batch: Batch) -> None:
+        """Refuses values that cannot be judged under jit: call it where `prepare` is jitted.
+
+        Reads one number a response on the host: rewards, scores, valid, group, and lengths where
+        rewards are shaped by them.
+
+        Args:
+          batch: The whole rollout batch, NumPy or JAX arrays known to this process.
+
+        Raises:
+          ValueError: A prompt has a single response where the advantage compares responses, or
+            a reward is negative where it must not be.
+        """
+        values = value_checks.of_batch(batch, self.shaping)
+        for transform in parts(self.advantage):
+            transform.check_values(values)
+
+    def check_minibatch(self, group: Int[np.ndarray, " B"], index: Int[np.ndarray, " n"]) -> None:
+        """Refuses a cut into mini-batches under which weights would be wrong; on the host.
+
+        Args:
+          group: The prompt of each response of the rollout batch.
+          index: Which responses are in the mini-batch.
+
+        Raises:
+          ValueError: The weights count prompts, and the cut parts a group.
+        """
+        if isinstance(self.weights, prompt_mean):
+            value_checks.refuse_parted_groups(group, index)
 
     def weigh(self, rows: Rows) -> Rows:
         """Weighs the tokens of one optimizer batch.
@@ -194,16 +225,9 @@ class Objective:
         Raises:
           ValueError: The cut parts a group, and the weights count prompts (outside jit only).
         """
-        if isinstance(self.weights, prompt_mean) and not is_traced(ready, index):
+        if value_checks.on_host(ready.group, ready.sequence, index):
             group, inside = np.asarray(ready.group), np.asarray(ready.sequence) >= 0
-            chosen = np.zeros(len(group), bool)
-            chosen[np.asarray(index)] = True
-            parted = np.intersect1d(group[chosen][inside[chosen]], group[~chosen][inside[~chosen]])
-            if parted.size:
-                raise InputError(
-                    f"prompt_mean needs whole groups in a mini-batch, got parts of {parted.size}: "
-                    "choose mini_batch_size as a multiple of num_generations"
-                )
+            self.check_minibatch(np.where(inside, group, -1).max(axis=1), np.asarray(index))
         return self.weigh(ready.take(index))
 
     def with_batch_stats(
@@ -228,15 +252,21 @@ class Objective:
         )
 
     def remarks(self, values: dict[str, float]) -> list[str]:
-        """One line for each term that did nothing, going by finished metrics; usually none.
+        """One line for each part that had no effect, by the finished metrics; usually none.
 
         Args:
-          values: What `finish` made of the metrics of `loss`.
+          values: What `finish` made of the merged metrics of `prepare` and `loss`.
 
         Returns:
           The lines, to be logged as warnings.
         """
-        found = (term.remark(values) for term in self.regularisers)
+        found = [term.remark(values) for term in self.regularisers]
+        if values.get("reward/overflow_frac", 0.0) > 0:
+            found.append(
+                "rewards are so large that advantages overflow float32: "
+                f"{values['reward/overflow_frac']:.1%} of the responses train on nothing; scale "
+                "the rewards down"
+            )
         return [line for line in found if line is not None]
 
     def init_state(self) -> State:
@@ -352,6 +382,7 @@ class Objective:
     ) -> Step:
         if not isinstance(outputs, PolicyOutputs):
             outputs = PolicyOutputs(outputs)
+        rows.check()
         shape = jnp.shape(outputs.logp)
         if shape != jnp.shape(rows.mask):
             raise InputError(

@@ -6,6 +6,7 @@ from jaxtyping import Array
 from rljax.batch import Batch, Rows
 from rljax.losses import groups, reports
 from rljax.losses.base import Draft
+from rljax.losses.metrics import Mean
 
 
 def draft_of(batch: Batch) -> Draft:
@@ -45,6 +46,15 @@ def draft_of(batch: Batch) -> Draft:
         stats={},
     )
     return draft.replace(stats=reports.of_draft(draft))
+
+
+def finite(draft: Draft) -> Draft:
+    """Takes advantages that overflowed float32 as 0, and reports their responses."""
+    bad = ~jnp.isfinite(draft.advantages)
+    advantages = jnp.where(bad, 0.0, draft.advantages)
+    per_response = bad if bad.ndim == 1 else (bad & draft.mask).any(axis=1)
+    found = {"reward/overflow_frac": Mean.of(per_response, draft.valid)}
+    return draft.replace(advantages=advantages, stats={**draft.stats, **found})
 
 
 def rows_of(draft: Draft) -> Rows:

@@ -1,14 +1,21 @@
 """Reward shaping: `Batch.rewards` is as scored; `prepare` shapes it once."""
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
 
+from rljax.batch import Batch
 from rljax.errors import InputError
 from rljax.losses.base import Draft, Scope, Transform
 from rljax.losses.estimators import Estimator, check_estimator, kl_estimate
 from rljax.losses.metrics import Mean
+
+ROUNDING = 1e-5
+"""Log-probabilities of one token by two programs differ by this much, relative to max(1, |log π|),
+without a difference between the policies."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +25,10 @@ class Shaping(Transform):
     def __call__(self, draft: Draft) -> Draft:
         """Sets `draft.rewards` or `draft.token_rewards`."""
         raise NotImplementedError
+
+    def response_rewards(self, rewards: Any, batch: Batch) -> Any:
+        """The shaped rewards of responses, for checks of values on the host; [B]."""
+        return rewards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +63,22 @@ class soft_overlong(Shaping):
 
     def __call__(self, draft: Draft) -> Draft:
         """Sets `draft.rewards`."""
-        over = draft.length - (self.max_length - self.cache)
+        rewards = self._shaped(draft.rewards, draft.length, draft.truncated)
+        return draft.replace(rewards=jnp.where(draft.valid, rewards, 0.0))
+
+    def response_rewards(self, rewards: Any, batch: Batch) -> Any:
+        """With the penalty."""
+        given = batch.completion_length
+        length = np.asarray(batch.mask).sum(1) if given is None else np.asarray(given)
+        cut = False if batch.truncated is None else np.asarray(batch.truncated).astype(bool)
+        return self._shaped(rewards, length, cut)
+
+    def _shaped(self, rewards: Any, length: Any, truncated: Any) -> Array:
+        over = length - (self.max_length - self.cache)
         penalty = -self.factor * jnp.clip(over / self.cache, 0.0, 1.0)
-        rewards = draft.rewards
         if self.truncated == "penalty_only":
-            rewards = jnp.where(draft.truncated, 0.0, rewards)
-        return draft.replace(rewards=jnp.where(draft.valid, rewards + penalty, 0.0))
+            rewards = jnp.where(truncated, 0.0, rewards)
+        return rewards + penalty
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +86,8 @@ class kl_in_reward(Shaping):
     """Takes β·KL to the reference from each token's reward, by the policy of the step's start.
 
     With k1 the expected gradient is that of KL(π‖ref). Only advantages that look at token rewards
-    see it: `gae` and `returns_to_go`.
+    see it: `gae` and `returns_to_go`. Differences of the size of rounding count as 0: whitening
+    would make advantages of them where all rewards are equal.
 
     Args:
       beta: Coefficient.
@@ -86,7 +108,8 @@ class kl_in_reward(Shaping):
     def __call__(self, draft: Draft) -> Draft:
         """Sets `draft.token_rewards`."""
         old, ref = draft.field("old_logp", self), draft.field("ref_logp", self)
-        kl = kl_estimate(old, ref, self.estimator)
+        same = jnp.abs(old - ref) <= ROUNDING * jnp.maximum(1.0, jnp.abs(old))
+        kl = jnp.where(same, 0.0, kl_estimate(old, ref, self.estimator))
         rewards = 0.0 if draft.token_rewards is None else draft.token_rewards
         return draft.replace(
             token_rewards=jnp.where(draft.mask, rewards - self.beta * kl, 0.0),

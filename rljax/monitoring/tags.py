@@ -18,6 +18,8 @@ CONDITIONS: dict[str, str] = {
     "teacher": "by distillation",
     "critic": "by objectives with a critic: ppo",
     "entropy_target": "with --entropy_target",
+    "clip_cov": "with --clip_cov",
+    "kl_cov": "with --kl_cov",
     "mixture": "for models with mixture-of-experts layers",
     "router_loss": "with --router_aux_loss_coef",
     "accelerator": "on devices that report their memory: GPUs and TPUs",
@@ -66,6 +68,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 TAGS: tuple[Tag, ...] = (
     # What the responses earned.
     Tag("reward/mean", "reward", "Mean reward of the valid responses (weighted sum, unshaped)"),
+    Tag("reward/overflow_frac", "1", "Share of responses whose advantage overflowed float32"),
     Tag("reward/std", "reward", "Standard deviation of the rewards over the batch"),
     Tag("reward/<function>/mean", "reward", "Mean of one reward function, before its weight"),
     Tag("reward/invalid_frac", "1", "Share of responses whose scoring failed; they are left out"),
@@ -121,6 +124,18 @@ TAGS: tuple[Tag, ...] = (
         "nats",
         "Estimated KL to the policy at the start of the step, per token",
         "scored",
+    ),
+    Tag(
+        "policy/clip_cov_frac",
+        "1",
+        "Share of tokens whose surrogate Clip-Cov took away",
+        "clip_cov",
+    ),
+    Tag("policy/kl_cov_frac", "1", "Share of tokens that KL-Cov penalised", "kl_cov"),
+    Tag(
+        "policy/held",
+        "1",
+        "Share of updates held, since all there was to the gradient was rounding",
     ),
     Tag("policy/mean_prob", "1", "Mean probability of the sampled tokens"),
     Tag("policy/grad_norm", "1", "Norm of the gradient before clipping"),
