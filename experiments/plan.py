@@ -93,7 +93,14 @@ def main() -> int:
             return 0
         sizes = meshes.read_flags(flags.mesh, topology.num_chips)
         abstract = meshes.make_abstract(topology.num_chips, **sizes)
-        planned = planning.plan(config, topology, abstract, work, *rules, on_host)
+        try:
+            planned = planning.plan(config, topology, abstract, work, *rules, on_host)
+        except InputError as error:
+            if flags.mesh:
+                raise
+            raise InputError(
+                f"{error} (without --mesh all chips are on fsdp; --search lists meshes that fit)"
+            ) from None
         if flags.layout:
             print(f"{planned.sharding}\n")
         print(planned, flush=True)

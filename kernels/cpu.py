@@ -37,7 +37,7 @@ _NO_COMPILER = (
 
 
 class UnavailableError(RuntimeError):
-    """The kernels cannot be used on this machine: no compiler, or it failed; in one line."""
+    """The kernels cannot be built or loaded on this machine; the message says why in one line."""
 
 
 def unavailable_reason() -> str | None:
@@ -70,9 +70,15 @@ def register() -> None:
     """Makes the kernels known to JAX, once in a process.
 
     Raises:
-      UnavailableError: As `library`.
+      UnavailableError: They cannot be built, kept or loaded.
     """
-    loaded = ctypes.CDLL(str(library()))
+    try:
+        loaded = ctypes.CDLL(str(library()))
+    except OSError as error:
+        raise UnavailableError(
+            f"the CPU kernels cannot be kept or loaded ({error}); set $XDG_CACHE_HOME to a folder "
+            "that can be written and run from, or do without the kernels"
+        ) from error
     for name in _TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
 
@@ -89,11 +95,12 @@ def library() -> pathlib.Path:
 
     Raises:
       UnavailableError: There is no compiler, or it fails.
+      OSError: The library cannot be written.
     """
     found = compiler()
     if found is None:
         raise UnavailableError(_NO_COMPILER)
-    version = subprocess.run([found, "--version"], capture_output=True, check=True).stdout
+    version = subprocess.run([found, "--version"], capture_output=True, check=False).stdout
     setting = repr((_FLAGS, jax.__version__, platform.machine(), _cpu_features()))
     inputs = b"\0".join([_SOURCE.read_bytes(), version, setting.encode()])
     cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"

@@ -229,7 +229,7 @@ class Comparison(Tables):
             Table(
                 f"{c.name} step: compiled in {c.seconds:.0f} s with {size(c.host_bytes)} of host "
                 "memory; bytes per device",
-                ("", "XLA", "estimate", "XLA against it"),
+                ("", "XLA", "estimate", "difference"),
                 lines,
             ),
             Table(

@@ -159,7 +159,7 @@ def test_the_library_is_compiled_once_for_a_machine(monkeypatch, tmp_path):
 def no_library(monkeypatch, tmp_path):
     """A process that has built no kernels yet, on a machine that has none."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cpu, "register", cpu.library)
+    monkeypatch.setattr(cpu, "register", cpu.register.__wrapped__)
     cpu._build_failure.cache_clear()
     yield tmp_path
     cpu._build_failure.cache_clear()
@@ -192,3 +192,10 @@ def test_a_compiler_that_fails_is_named_in_one_line_and_run_once(monkeypatch, no
     }
     assert calls.read_text() == "run\n"
     assert os.listdir(no_library / "rljax") == []  # no half-written library is left
+
+
+def test_a_folder_that_cannot_be_written_is_named_in_one_line(monkeypatch, no_library):
+    (no_library / "rljax").write_text("a file, where the folder would be")
+    reason = cpu.unavailable_reason()
+    assert reason.startswith("the CPU kernels cannot be kept or loaded (")
+    assert str(no_library / "rljax") in reason and "\n" not in reason
