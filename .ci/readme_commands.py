@@ -1,6 +1,7 @@
 """Print the shell commands that README and guides mark, so that CI runs what a reader would.
 
-A command is a fenced ```bash block right after an HTML comment `<!-- ci: MARK -->`. The marks
+A command is a fenced ```bash or ```python block right after an HTML comment `<!-- ci: MARK -->`;
+Python is printed as a command that runs it. The marks
 install, test and quickstart are used once over all files; run, any number of times.
 
 Usage: readme_commands.py MARK README.md [docs/GUIDE.md ...]
@@ -13,7 +14,7 @@ import sys
 
 _MARKED = re.compile(
     r"^<!--[ \t]*ci:[ \t]*(?P<mark>[\w-]+)[ \t]*-->[ \t]*\n(?:[ \t]*\n)*"
-    r"^```bash[ \t]*\n(?P<commands>.*?)^```[ \t]*$",
+    r"^```(?P<language>bash|python)[ \t]*\n(?P<commands>.*?)^```[ \t]*$",
     re.MULTILINE | re.DOTALL,
 )
 _COMMENT = re.compile(r"<!--\s*ci:\s*([^>]*?)\s*-->")
@@ -30,12 +31,15 @@ def marked_commands(text: str) -> dict[str, list[str]]:
         Mark to its blocks of commands.
 
     Raises:
-        ValueError: If a mark is unknown, is not right above a bash block, or is repeated
+        ValueError: If a mark is unknown, is not right above a block, or is repeated
             (all but 'run').
     """
     found: dict[str, list[str]] = {}
     for match in _MARKED.finditer(text):
-        found.setdefault(match["mark"], []).append(match["commands"])
+        commands = match["commands"]
+        if match["language"] == "python":
+            commands = f"python - <<'END_OF_PYTHON'\n{commands}END_OF_PYTHON\n"
+        found.setdefault(match["mark"], []).append(commands)
     comments = _COMMENT.findall(text)
     for mark in comments:
         if mark not in _MARKS:
@@ -43,7 +47,7 @@ def marked_commands(text: str) -> dict[str, list[str]]:
         if comments.count(mark) != len(found.get(mark, [])):
             raise ValueError(
                 f"'<!-- ci: {mark} -->' occurs {comments.count(mark)} times but right above "
-                f"{len(found.get(mark, []))} ```bash blocks; put it right above the block"
+                f"{len(found.get(mark, []))} ```bash or ```python blocks; move it there"
             )
         if mark != "run" and comments.count(mark) > 1:
             raise ValueError(f"mark {mark!r} occurs {comments.count(mark)} times; use it once")
@@ -72,7 +76,7 @@ def collect(files: list[pathlib.Path], mark: str) -> list[str]:
             raise ValueError(f"{file}: {error}") from None
     names = ", ".join(map(str, files))
     if not found:
-        raise ValueError(f"{names}: no ```bash block after '<!-- ci: {mark} -->'; add it")
+        raise ValueError(f"{names}: no block of commands after '<!-- ci: {mark} -->'; add it")
     if mark != "run" and len(found) > 1:
         raise ValueError(f"{names}: mark {mark!r} occurs {len(found)} times; use it once")
     return found

@@ -3,11 +3,15 @@
 All of it is set before jax is imported, and inherited by the processes that tests start.
 """
 
+import fnmatch
 import os
+import pathlib
 import shutil
 import tempfile
 
 import pytest
+
+_SLOW = pathlib.Path(__file__).parent / "slow.txt"
 
 # Programs here are tiny and compiled often: LLVM's optimizations would cost more than they give.
 _FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0")
@@ -26,6 +30,25 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _own_cache
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the tests of slow.txt; refuses a pattern of a collected file that matches none."""
+    patterns = [line.strip() for line in _SLOW.read_text().splitlines() if line[:1] not in "#"]
+    patterns = [pattern for pattern in patterns if pattern]
+    unused = set(patterns)
+    for item in items:
+        for pattern in patterns:
+            if fnmatch.fnmatchcase(item.nodeid, pattern.replace("[", "[[]")):
+                item.add_marker(pytest.mark.slow)
+                unused.discard(pattern)
+    if any("::" in argument or argument == "-k" for argument in config.invocation_params.args):
+        return  # only a part of the files was asked for
+    collected = {item.nodeid.split("::")[0] for item in items}
+    stale = sorted(pattern for pattern in unused if pattern.split("::")[0] in collected)
+    if stale:
+        raise pytest.UsageError(f"slow.txt: no test matches {', '.join(stale)}")
 
 
 def pytest_unconfigure() -> None:

@@ -4,6 +4,8 @@ import importlib.util
 import json
 import pathlib
 import re
+import shlex
+import subprocess
 import sys
 
 import pytest
@@ -52,12 +54,19 @@ def test_marked_blocks_are_found_in_order():
     }
 
 
+def test_python_becomes_a_command_that_runs_it():
+    text = "<!-- ci: run -->\n```python\nprint('$HOME')\n```\n"
+    ((command,),) = readme_commands.marked_commands(text).values()
+    command = command.replace("python -", shlex.quote(sys.executable) + " -", 1)
+    assert subprocess.run(["bash", "-c", command], capture_output=True).stdout == b"$HOME\n"
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("<!-- ci: instal -->\n```bash\nx\n```\n", "'instal' is not known"),
         ("<!-- ci: test -->\nwords\n```bash\nx\n```\n", "1 times but right above 0"),
-        ("<!-- ci: test -->\n```python\nx\n```\n", "1 times but right above 0"),
+        ("<!-- ci: test -->\n```text\nx\n```\n", "1 times but right above 0"),
         ("<!-- ci: test -->\n```bash\nx\n```\n" * 2, "occurs 2 times; use it once"),
     ],
 )
@@ -84,7 +93,7 @@ def test_the_script_prints_the_blocks_of_all_files(tmp_path, capsys, monkeypatch
 @pytest.mark.parametrize(
     ("mark", "names", "says"),
     [
-        ("test", ["README.md"], "no ```bash block after '<!-- ci: test -->'; add it"),
+        ("test", ["README.md"], "no block of commands after '<!-- ci: test -->'; add it"),
         ("install", ["README.md", "README.md"], "mark 'install' occurs 2 times; use it once"),
         ("run", ["README.md", "none.md"], "none.md"),
     ],
@@ -100,7 +109,7 @@ def test_every_command_of_the_guides_is_run():
     """A bash block without a mark would be one that no check runs."""
     for file in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = file.read_text(encoding="utf-8")
-        marked = sum(map(len, readme_commands.marked_commands(text).values()))
+        marked = len(re.findall(r"<!-- ci: \w+ -->\n```bash", text))
         assert text.count("```bash") == marked, file.name
 
 
