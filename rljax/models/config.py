@@ -62,7 +62,7 @@ class Attention:
         Qwen3), or one over all heads together (`full`, OLMoE).
       sinks: Whether each head has a learned logit that takes part in the softmax and has no
         value (gpt-oss).
-      rope_theta: Base of the rotary frequencies.
+      rope_theta: Base of the rotary frequencies; None: queries and keys are not rotated (SmolLM3).
       rope_scaling: How the frequencies are stretched; None: not.
       window: How many positions back a query sees, its own included; None: all.
     """
@@ -74,7 +74,7 @@ class Attention:
     output_bias: bool = False
     qk_norm: Literal["head", "full"] | None = None
     sinks: bool = False
-    rope_theta: float = 10_000.0
+    rope_theta: float | None = 10_000.0
     rope_scaling: RopeScaling | Yarn | None = None
     window: int | None = None
 
@@ -218,10 +218,17 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One decoder layer: pre-norm attention, then pre-norm feed-forward."""
+    """One decoder layer: attention, then feed-forward, each added to the residual stream.
+
+    Attributes:
+      attention: The kind of attention.
+      feed_forward: The kind of feed-forward.
+      norms: Whether the norms of the two are applied to their inputs or to their outputs (OLMo 2).
+    """
 
     attention: Attention | LatentAttention
     feed_forward: Dense | Experts
+    norms: Literal["before", "after"] = "before"
 
 
 @dataclasses.dataclass(frozen=True)
