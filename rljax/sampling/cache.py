@@ -219,9 +219,9 @@ def native_attention(
     def attend(
         q: Array, k: Array, v: Array, layer: Array | int, pool: Any, **how: Any
     ) -> tuple[Array, Any]:
-        new, pages = (q[:, 0], k[:, 0], v[:, 0]), (pool["k"], pool["v"])
+        tokens = cpu.PagedTokens(pool["k"], pool["v"], table, positions, live)
         out, keys, values = cpu.decode_attention(
-            *new, *pages, table, positions, live, layer=int(layer), **how
+            q[:, 0], k[:, 0], v[:, 0], tokens, int(layer), **how
         )
         return out[:, None], {"k": keys, "v": values}
 

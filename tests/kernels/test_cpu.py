@@ -60,7 +60,7 @@ def test_a_row_has_the_same_bits_whatever_rows_it_is_among(depth, width):
         np.testing.assert_array_equal(matmul(x[5 : 5 + rows], w), whole[5 : 5 + rows])
 
 
-def test_what_is_not_finite_stays_in_its_row():
+def test_a_nan_stays_in_its_row():
     rng = np.random.default_rng(0)
     x, w = draw(rng, 20, 32), draw(rng, 32, 64)
     bad = cpu.matmul(x.at[3, 5].set(jnp.nan), w)
@@ -116,7 +116,7 @@ def test_decode_attention_is_paged_attention(page, dim, heads, kv_heads, window,
         np.testing.assert_array_equal(written[name], after[name])
 
 
-def test_decode_attention_survives_large_scores_and_shows_what_is_not_finite():
+def test_decode_attention_survives_large_scores_and_keeps_a_nan_in_its_row():
     rng = np.random.default_rng(0)
     pool = {"k": draw(rng, 1, 4, 1, 8, 16), "v": draw(rng, 1, 4, 1, 16, 8)}
     table = jnp.asarray([[0, 1], [2, 3]], jnp.int32)
@@ -155,15 +155,40 @@ def test_the_library_is_compiled_once_for_a_machine(monkeypatch, tmp_path):
     assert cpu.library() == library and library.stat().st_mtime_ns == made
 
 
-def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch, tmp_path):
+@pytest.fixture
+def no_library(monkeypatch, tmp_path):
+    """A process that has built no kernels yet, on a machine that has none."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu, "register", cpu.library)
+    cpu._build_failure.cache_clear()
+    yield tmp_path
+    cpu._build_failure.cache_clear()
+
+
+def test_kernels_are_available_where_they_can_be_built():
+    assert cpu.unavailable_reason() is None
+
+
+def test_a_compiler_that_is_missing_is_the_reason(monkeypatch, no_library):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(RuntimeError, match=r"need a C\+\+ compiler and found none of \$CXX"):
+    reason = cpu.unavailable_reason()
+    assert reason.startswith("the CPU kernels need a C++ compiler, and none of $CXX, c++, g++ and")
+    with pytest.raises(cpu.UnavailableError, match="need a C"):
         cpu.library()
-    broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\necho this compiler is broken >&2; [ $1 = --version ]\n")
+
+
+def test_a_compiler_that_fails_is_named_in_one_line_and_run_once(monkeypatch, no_library):
+    broken, calls = no_library / "broken", no_library / "calls"
+    broken.write_text(
+        f"#!/bin/sh\n[ $1 = --version ] && exit\necho run >>{calls}\n"
+        "printf 'kernel.cpp:1: error\\nno such flag\\n' >&2; exit 3\n"
+    )
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    with pytest.raises(RuntimeError, match="failed:\nthis compiler is broken"):
-        cpu.library()
-    assert os.listdir(tmp_path / "rljax") == []  # nothing half-made is left
+    reasons = {cpu.unavailable_reason() for _ in range(2)}
+    assert reasons == {
+        f"{broken} failed to compile the CPU kernels (exit status 3): kernel.cpp:1: error | no "
+        "such flag; set $CXX to another compiler, or do without the kernels"
+    }
+    assert calls.read_text() == "run\n"
+    assert os.listdir(no_library / "rljax") == []  # no half-written library is left
