@@ -54,7 +54,7 @@ def _build_failure(compiler: str) -> str | None:
     """Why the kernels cannot be built; a compiler that failed is not run again by the process."""
     try:
         register()
-    except UnavailableError as error:
+    except (UnavailableError, OSError, subprocess.SubprocessError) as error:
         return str(error)
     return None
 

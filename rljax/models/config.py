@@ -253,9 +253,9 @@ class ModelConfig:
         float32 whatever it is.
       remat: Whether each layer's activations are recomputed in the backward pass.
       expert_dispatch: How tokens meet experts on other devices (see `experts.parallel_experts`);
-        None: as moves less.
+        None: the one that moves less.
       expert_backend: How rows are multiplied by their experts' matrices, as for
-        `rljax_kernels.grouped_matmul`; None: as suits the devices.
+        `rljax_kernels.grouped_matmul`; `auto`: what is fastest on the devices.
       pipeline_repeats: On a mesh with stages: how many pieces of its layers, not neighbours, each
         stage holds of a stack (see `pipeline`). More of them wait less and send more; from two on a
         piece is recomputed as a whole in the backward pass, whatever `remat` says.
@@ -273,7 +273,7 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: bool = False
     expert_dispatch: Literal["all_gather", "all_to_all"] | None = None
-    expert_backend: Literal["ragged", "blocks", "native"] | None = None
+    expert_backend: Literal["auto", "ragged", "blocks", "native"] = "auto"
     pipeline_repeats: int = 1
     pipeline_rows: int = 1
     family: str = "qwen3"
@@ -282,7 +282,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.expert_backend == "native" and self.dtype != "float32":
             raise InputError(
-                f"expert_backend='native' computes in float32, got dtype={self.dtype!r}; mend one"
+                f"expert_backend='native' computes in float32, got dtype={self.dtype!r}; "
+                "use dtype='float32' or expert_backend='auto'"
             )
 
     @property

@@ -482,7 +482,7 @@ class _Policy:
         ways: Any = {
             "remat": config.model.remat,
             "expert_dispatch": config.model.expert_dispatch,
-            "expert_backend": config.model.expert_backend,
+            "expert_backend": config.model.expert_backend or "auto",
             "pipeline_repeats": config.model.pipeline_repeats,
             "pipeline_rows": config.model.pipeline_rows,
         }
