@@ -93,7 +93,7 @@ def run_jax(config: Config, folder: Path) -> dict[str, Any]:
         model = models.PRESETS[name]()
         params = models.init(jax.random.key(config.seed), model)
         models.save_pretrained(folder / name, model, params)
-        backend = "native" if config.native else None
+        backend = "native" if config.native else "blocks"
         model = dataclasses.replace(model, expert_backend=backend)
         views = layers.views(params, model)
         if config.native:

@@ -142,7 +142,7 @@ def step_seconds(config: Config, model: Any, params: Any, rows: int, sampled: bo
     from rljax.sampling import layers
     from rljax.sampling.draw import draw, keys_at, row_keys
 
-    backend = "native" if config.native else None
+    backend = "native" if config.native else "blocks"
     bare = layers.apart(dataclasses.replace(model, expert_backend=backend))
 
     def attend(q: Any, k: Any, v: Any, layer: Any, cache: Any, **_: Any) -> tuple[Any, Any]:

@@ -18,13 +18,45 @@ Backend = Literal["ragged", "blocks", "native"]
 _LARGEST_FIRST, _BLOCK = 512, 128  # larger ones are no faster, and hold more padding
 
 
-def default_backend() -> Backend:
-    """`ragged` (XLA's ragged_dot) on TPU and GPU; `blocks` on CPU, where ragged_dot is slow.
+def choose_backend(wanted: Backend | Literal["auto"] = "auto", dtype: Any = jnp.float32) -> Backend:
+    """The one rule by which rows are multiplied; `auto` takes what is fastest for the devices.
 
-    Programs may be compiled for devices of another kind than those at hand: under `jax.set_mesh`
-    the mesh's devices count.
+    `auto` is `ragged` (XLA's ragged_dot) on TPU and GPU. On CPU, where ragged_dot is slow, it is
+    `native` (`rljax_kernels.cpu`, in C++) for float32 on one device, where these kernels can be
+    built, and `blocks` (batched products of XLA) otherwise. Programs may be compiled for devices
+    of another kind than those at hand: under `jax.set_mesh` the mesh's devices count.
+
+    Args:
+      wanted: A backend, or `auto`.
+      dtype: That of rows and matrices.
+
+    Raises:
+      ValueError: The backend is unknown, or not for these devices or this dtype.
+      rljax_kernels.cpu.UnavailableError: `native` is asked for and its kernels cannot be built.
     """
-    return "blocks" if _platform() == "cpu" else "ragged"
+    on_cpu, is_float32 = _platform() == "cpu", jnp.dtype(dtype) == jnp.float32
+    if wanted == "auto":
+        if not on_cpu:
+            return "ragged"
+        alone = jax.sharding.get_abstract_mesh().size <= 1
+        return "native" if is_float32 and alone and not cpu.unavailable_reason() else "blocks"
+    if wanted not in ("ragged", "blocks", "native"):
+        raise ValueError(
+            f"grouped_matmul backend {wanted!r} is unknown; use 'auto', 'ragged', 'blocks' or "
+            "'native'"
+        )
+    if wanted == "native":
+        if not on_cpu:
+            raise ValueError(
+                f"backend 'native' is for cpu devices, got {_platform()}; use 'ragged'"
+            )
+        if not is_float32:
+            raise ValueError(
+                f"backend 'native' computes in float32, got {jnp.dtype(dtype).name}; use 'blocks'"
+            )
+        if reason := cpu.unavailable_reason():
+            raise cpu.UnavailableError(reason)
+    return wanted
 
 
 def _platform() -> str:
@@ -45,7 +77,7 @@ def grouped_matmul(
     weights: Float[Array, "E D F"],
     group_sizes: Int[Array, " E"],
     *,
-    backend: Backend | None = None,
+    backend: Backend | Literal["auto"] = "auto",
 ) -> Float[Array, "M F"]:
     """Multiplies rows [sum of sizes before e, + group_sizes[e]) by `weights[e]`.
 
@@ -53,15 +85,14 @@ def grouped_matmul(
       x: Rows sorted by group.
       weights: One matrix a group.
       group_sizes: Rows of each group, int32; their sum may be below M.
-      backend: `ragged`, `blocks`, `native` (`rljax_kernels.cpu`: C++ for CPUs, in float32), or
-        None for `default_backend()`.
+      backend: As for `choose_backend`.
 
     Returns:
       The products, in x's dtype; rows past the last group are 0. An empty group's weights get a
       gradient of exactly 0.
 
     Raises:
-      ValueError: Shapes do not agree, or the backend is unknown.
+      ValueError: Shapes do not agree, or as `choose_backend`.
     """
     if x.ndim != 2 or weights.ndim != 3 or x.shape[1] != weights.shape[1]:
         raise ValueError(
@@ -74,12 +105,12 @@ def grouped_matmul(
             f"{weights.shape[0]} matrices"
         )
     group_sizes = group_sizes.astype(jnp.int32)
-    laid = layout(x.shape[0], weights.shape[0], backend=backend)
+    laid = row_layout(x.shape[0], weights.shape[0], choose_backend(backend, x.dtype))
     if not laid.block:
         return grouped((_multiply,), x, weights, group_sizes, laid)
     place = laid.places(_group(group_sizes, jnp.arange(x.shape[0])), group_sizes)
-    spread = jnp.zeros((laid.rows, x.shape[1]), x.dtype).at[place].set(x, mode="drop")
-    out = grouped((_multiply,), spread, weights, group_sizes, laid)
+    placed = jnp.zeros((laid.rows, x.shape[1]), x.dtype).at[place].set(x, mode="drop")
+    out = grouped((_multiply,), placed, weights, group_sizes, laid)
     return out.at[place].get(mode="fill", fill_value=0)
 
 
@@ -105,7 +136,7 @@ def reference(
     return out
 
 
-class Layout(NamedTuple):
+class RowLayout(NamedTuple):
     """Where rows lie for `grouped`.
 
     Attributes:
@@ -141,35 +172,25 @@ class Layout(NamedTuple):
         return -(-jnp.maximum(group_sizes - self.first, 0) // self.block)
 
 
-def layout(
+def row_layout(
     rows: int,
     groups: int,
+    backend: Backend,
     *,
     expected: int | None = None,
     largest: int | None = None,
-    backend: Backend | None = None,
-) -> Layout:
+) -> RowLayout:
     """The layout that any split of rows into groups fits in, chosen for an even one.
 
     Args:
       rows: At most so many rows have a group.
       groups: Number of groups.
+      backend: What multiplies them, as `choose_backend` gives it.
       expected: How many rows are expected to have one; None: all.
       largest: No group has more; None: `rows`.
-      backend: As for `grouped_matmul`.
-
-    Raises:
-      ValueError: The backend is unknown, or not for these devices.
     """
-    backend = backend or default_backend()
-    if backend == "native" and _platform() != "cpu":
-        raise ValueError(f"backend 'native' is for cpu devices, got {_platform()}; use 'ragged'")
-    if backend in ("ragged", "native"):
-        return Layout(groups, rows, 0, 0, native=backend == "native")
     if backend != "blocks":
-        raise ValueError(
-            f"grouped_matmul backend {backend!r} is unknown; use 'ragged', 'blocks' or 'native'"
-        )
+        return RowLayout(groups, rows, 0, 0, native=backend == "native")
     expected, largest = rows if expected is None else expected, min(largest or rows, rows)
     mean = expected / groups
     # Groups that chance makes larger than their mean mostly fit, too.
@@ -179,7 +200,7 @@ def layout(
     # At most so many blocks are needed behind: all rows in one group, or spread over many.
     behind = min(-(-max(rows - first, 0) // block) if first else rows // block + groups, rows)
     behind = min(behind, groups * -(-(largest - first) // block))
-    return Layout(groups, groups * first + behind * block, first, block)
+    return RowLayout(groups, groups * first + behind * block, first, block)
 
 
 def grouped(
@@ -187,7 +208,7 @@ def grouped(
     x: Float[Array, "M D"],
     params: Any,
     group_sizes: Int[Array, " E"],
-    laid: Layout,
+    laid: RowLayout,
 ) -> Float[Array, "M F"]:
     """Takes each row through the stages, one after the other, with its group's parameters.
 
@@ -230,12 +251,12 @@ def _dot(x: Array, weights: Array, bias: Array | None = None) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 4))
 def _over_blocks(
-    stages: tuple[Stage, ...], x: Array, params: Any, sizes: Array, laid: Layout
+    stages: tuple[Stage, ...], x: Array, params: Any, sizes: Array, laid: RowLayout
 ) -> Array:
     return _blocks_forward(stages, x, params, sizes, laid, kept=len(stages) - 1)[0]
 
 
-def _over_groups(laid: Layout, sizes: Array, turn: Callable, init: Any, *like: Any) -> Any:
+def _over_groups(laid: RowLayout, sizes: Array, turn: Callable, init: Any, *like: Any) -> Any:
     """Carries `init` through `turn(carry, group, start, stop)` of the groups that need it.
 
     Those are the groups with blocks behind the first ones, from `start` on and below `stop`. A loop
@@ -257,7 +278,7 @@ def _over_groups(laid: Layout, sizes: Array, turn: Callable, init: Any, *like: A
     return jax.lax.fori_loop(0, (blocks > 0).sum(), body, init)
 
 
-def _parts(x: Array, laid: Layout) -> tuple[Array, Array]:
+def _parts(x: Array, laid: RowLayout) -> tuple[Array, Array]:
     """Rows as blocks: the first of each group, and those behind."""
     head = laid.groups * laid.first
     return (
@@ -288,7 +309,7 @@ def _put(all_: Any, i: Array, one: Any) -> Any:
 
 
 def _blocks_forward(
-    stages: tuple[Stage, ...], x: Array, params: Any, sizes: Array, laid: Layout, kept: int = 0
+    stages: tuple[Stage, ...], x: Array, params: Any, sizes: Array, laid: RowLayout, kept: int = 0
 ) -> tuple[Array, tuple]:
     """The last values, and with them what backward needs: those from number `kept` on."""
     head, behind = _parts(x, laid)
@@ -326,7 +347,7 @@ def _pull(stages: tuple[Stage, ...], values: list[Any], params: Any, g: Array) -
 
 
 def _blocks_backward(
-    stages: tuple[Stage, ...], laid: Layout, saved: tuple, g: Array
+    stages: tuple[Stage, ...], laid: RowLayout, saved: tuple, g: Array
 ) -> tuple[Array, Any, np.ndarray]:
     x, first, later, params, sizes = saved
     (head, behind), (g_head, g_behind) = _parts(x, laid), _parts(g, laid)

@@ -225,7 +225,9 @@ def _over_heads(x: Array) -> Array:
 def _rotated(
     arrays: tuple[Array, ...], positions: Array, c: Attention | LatentAttention
 ) -> tuple[Array, ...]:
-    """Arrays [B, T, heads, d] rotated as an attention says."""
+    """Arrays [B, T, heads, d] rotated, where the attention rotates."""
+    if c.rope_theta is None:
+        return arrays
     inverse = rope_frequencies(arrays[0].shape[-1], c.rope_theta, c.rope_scaling)
     magnitude = c.rope_scaling.magnitude if isinstance(c.rope_scaling, Yarn) else 1.0
     return tuple(rotate(x, positions, inverse, magnitude) for x in arrays)

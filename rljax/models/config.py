@@ -62,7 +62,7 @@ class Attention:
         Qwen3), or one over all heads together (`full`, OLMoE).
       sinks: Whether each head has a learned logit that takes part in the softmax and has no
         value (gpt-oss).
-      rope_theta: Base of the rotary frequencies.
+      rope_theta: Base of the rotary frequencies; None: queries and keys are not rotated (SmolLM3).
       rope_scaling: How the frequencies are stretched; None: not.
       window: How many positions back a query sees, its own included; None: all.
     """
@@ -74,7 +74,7 @@ class Attention:
     output_bias: bool = False
     qk_norm: Literal["head", "full"] | None = None
     sinks: bool = False
-    rope_theta: float = 10_000.0
+    rope_theta: float | None = 10_000.0
     rope_scaling: RopeScaling | Yarn | None = None
     window: int | None = None
 
@@ -218,10 +218,17 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One decoder layer: pre-norm attention, then pre-norm feed-forward."""
+    """One decoder layer: attention, then feed-forward, each added to the residual stream.
+
+    Attributes:
+      attention: The kind of attention.
+      feed_forward: The kind of feed-forward.
+      norms: Whether the norms of the two are applied to their inputs or to their outputs (OLMo 2).
+    """
 
     attention: Attention | LatentAttention
     feed_forward: Dense | Experts
+    norms: Literal["before", "after"] = "before"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,9 +253,9 @@ class ModelConfig:
         float32 whatever it is.
       remat: Whether each layer's activations are recomputed in the backward pass.
       expert_dispatch: How tokens meet experts on other devices (see `experts.parallel_experts`);
-        None: as moves less.
+        None: the one that moves less.
       expert_backend: How rows are multiplied by their experts' matrices, as for
-        `rljax_kernels.grouped_matmul`; None: as suits the devices.
+        `rljax_kernels.grouped_matmul`; `auto`: what is fastest on the devices.
       pipeline_repeats: On a mesh with stages: how many pieces of its layers, not neighbours, each
         stage holds of a stack (see `pipeline`). More of them wait less and send more; from two on a
         piece is recomputed as a whole in the backward pass, whatever `remat` says.
@@ -266,7 +273,7 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: bool = False
     expert_dispatch: Literal["all_gather", "all_to_all"] | None = None
-    expert_backend: Literal["ragged", "blocks", "native"] | None = None
+    expert_backend: Literal["auto", "ragged", "blocks", "native"] = "auto"
     pipeline_repeats: int = 1
     pipeline_rows: int = 1
     family: str = "qwen3"
@@ -275,7 +282,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.expert_backend == "native" and self.dtype != "float32":
             raise InputError(
-                f"expert_backend='native' computes in float32, got dtype={self.dtype!r}; mend one"
+                f"expert_backend='native' computes in float32, got dtype={self.dtype!r}; "
+                "use dtype='float32' or expert_backend='auto'"
             )
 
     @property

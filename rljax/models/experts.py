@@ -3,22 +3,51 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+from rljax_kernels import cpu
 from rljax_kernels import grouped_matmul as gmm
 
+from rljax.errors import InputError, MissingDependencyError
 from rljax.mesh import gather, varies, vary_alike, vary_over
 
+_log = logging.getLogger(__name__)
+
 Dispatch = Literal["all_gather", "all_to_all"]
+
+Backend = Literal["auto", "ragged", "blocks", "native"]
 
 CLAMP = 7.0
 """Where gpt-oss clamps its experts' gates (from above) and what they gate (on both sides)."""
 GAIN = 1.702
 """The factor inside the sigmoid of gpt-oss's experts."""
+
+
+def choose_backend(wanted: Backend, dtype: Any) -> gmm.Backend:
+    """`rljax_kernels.grouped_matmul.choose_backend`; the first choice of each kind is logged.
+
+    Raises:
+      InputError: The backend is not for these devices or this dtype.
+      MissingDependencyError: `native` is asked for and its kernels cannot be built.
+    """
+    try:
+        chosen = gmm.choose_backend(wanted, dtype)
+    except cpu.UnavailableError as e:
+        raise MissingDependencyError(f"expert_backend={wanted!r}: {e}") from e
+    except ValueError as e:
+        raise InputError(f"expert_backend={wanted!r}: {e}") from e
+    _log_choice(wanted, chosen)
+    return chosen
+
+
+@functools.cache
+def _log_choice(wanted: Backend, chosen: gmm.Backend) -> None:
+    _log.info("experts are multiplied by backend %r (expert_backend=%r)", chosen, wanted)
 
 
 def experts(
@@ -28,7 +57,7 @@ def experts(
     weights: Float[Array, "N k"],
     activation: Literal["silu", "clamped"] = "silu",
     devices: int = 1,
-    backend: gmm.Backend | None = None,
+    backend: Backend = "auto",
 ) -> Float[Array, "N D"]:
     """Σ over the chosen experts of weight · expert; no token is dropped.
 
@@ -42,11 +71,13 @@ def experts(
       weights: Their weights, float32.
       activation: As in `Experts`.
       devices: Over how many devices all experts are split, of which these are one's.
-      backend: As for `grouped_matmul`.
+      backend: As `ModelConfig.expert_backend`.
     """
     n, k = chosen.shape
     e = params["gate"].shape[0]
-    laid = gmm.layout(n * k, e, expected=-(-n * k // devices), largest=n, backend=backend)
+    laid = gmm.row_layout(
+        n * k, e, choose_backend(backend, x.dtype), expected=-(-n * k // devices), largest=n
+    )
     params = jax.tree.map(lambda p: p.astype(x.dtype), params)
     run = functools.partial(gmm.grouped, _STAGES[activation], params=params, laid=laid)
     if laid.first == n:
@@ -77,7 +108,7 @@ def parallel_experts(
     expert_axes: tuple[str, ...],
     activation: Literal["silu", "clamped"] = "silu",
     dispatch: Dispatch | None = None,
-    backend: gmm.Backend | None = None,
+    backend: Backend = "auto",
 ) -> Float[Array, "N D"]:
     """`experts` inside `shard_map`, where devices hold different experts, or slices of them.
 

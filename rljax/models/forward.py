@@ -113,8 +113,9 @@ def _run_layers(
         x, cache, layer = carry
         outputs: list[dict[str, Array]] = []
         for i, (block, p) in enumerate(zip(stack.pattern, layers.weights, strict=True)):
+            before = block.norms == "before"
             with jax.named_scope("attention"):
-                y = rms_norm(x, p["attention_norm"], config.norm_eps)
+                y = rms_norm(x, p["attention_norm"], config.norm_eps) if before else x
                 y, cache = attention(
                     p["attention"],
                     y,
@@ -125,9 +126,10 @@ def _run_layers(
                     layer + i,
                     cache,
                 )
+                y = y if before else rms_norm(y, p["attention_norm"], config.norm_eps)
                 x = constrain_rows(x + y)
             with jax.named_scope("feed_forward"):
-                y = rms_norm(x, p["feed_forward_norm"], config.norm_eps)
+                y = rms_norm(x, p["feed_forward_norm"], config.norm_eps) if before else x
                 if isinstance(block.feed_forward, Dense):
                     y = dense(p["feed_forward"], y)
                 else:
@@ -143,6 +145,7 @@ def _run_layers(
                         load,
                     )
                     outputs.append(stats)
+                y = y if before else rms_norm(y, p["feed_forward_norm"], config.norm_eps)
                 x = constrain_rows(x + y)
         stacked = jax.tree.map(lambda *a: jnp.stack(a), *outputs) if outputs else None
         return (x, cache, layer + len(stack.pattern)), stacked

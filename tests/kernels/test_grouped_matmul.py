@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rljax_kernels import cpu
 from rljax_kernels import grouped_matmul as gmm
 
 M, D, F, E = 96, 12, 10, 4
@@ -70,10 +71,10 @@ def test_rows_past_the_last_group_are_not_read(arrays, backend):
 
 
 LAYOUTS = {
-    "ragged": gmm.Layout(E, M, 0, 0),
-    "first blocks and more": gmm.Layout(E, E * 24 + M, 24, 16),
-    "first blocks alone": gmm.Layout(E, E * M, M, 16),
-    "used blocks alone": gmm.Layout(E, (E + M // 16) * 16, 0, 16),
+    "ragged": gmm.RowLayout(E, M, 0, 0),
+    "first blocks and more": gmm.RowLayout(E, E * 24 + M, 24, 16),
+    "first blocks alone": gmm.RowLayout(E, E * M, M, 16),
+    "used blocks alone": gmm.RowLayout(E, (E + M // 16) * 16, 0, 16),
 }
 
 
@@ -135,7 +136,7 @@ STAGES = (_first, _second)
 
 def test_a_layout_has_a_place_for_every_row_and_whole_blocks_for_every_group():
     for rows, groups, expected, largest in ((96, 4, None, None), (96, 4, 8, 24), (64, 64, 5, 8)):
-        laid = gmm.layout(rows, groups, expected=expected, largest=largest, backend="blocks")
+        laid = gmm.row_layout(rows, groups, "blocks", expected=expected, largest=largest)
         most = largest or rows
         for split in (
             [most] * (rows // most),
@@ -158,8 +159,8 @@ def test_a_layout_has_a_place_for_every_row_and_whole_blocks_for_every_group():
                     assert place // laid.first == g
                 else:
                     assert owner.setdefault((place - head) // laid.block, g) == g
-    assert gmm.layout(6, 4, backend="blocks").first
-    assert not gmm.layout(8, 64, backend="blocks").first
+    assert gmm.row_layout(6, 4, "blocks").first
+    assert not gmm.row_layout(8, 64, "blocks").first
 
 
 def test_bfloat16_gradients_add_up_in_float32():
@@ -191,19 +192,34 @@ def test_rows_laid_out_otherwise_are_refused(arrays):
         gmm.grouped(STAGES, x, {"w": w}, jnp.zeros(E, jnp.int32), LAYOUTS["first blocks and more"])
 
 
-def test_cpu_uses_blocks():
-    assert gmm.default_backend() == "blocks"
+def mesh_of(platform, count=1):
+    device = jax.sharding.AbstractDevice(platform, num_cores=1, platform=platform)
+    return jax.sharding.AbstractMesh((count,), ("fsdp",), abstract_device=device)
 
 
-def test_the_default_backend_is_that_of_the_devices_compiled_for():
-    def mesh(platform):
-        device = jax.sharding.AbstractDevice(platform, num_cores=1, platform=platform)
-        return jax.sharding.AbstractMesh((1,), ("fsdp",), abstract_device=device)
+@pytest.mark.compiler
+def test_one_cpu_device_takes_native_in_float32_and_others_blocks():
+    assert gmm.choose_backend() == "native"
+    assert gmm.choose_backend(dtype=jnp.bfloat16) == "blocks"
+    with jax.sharding.use_abstract_mesh(mesh_of("cpu")):
+        assert gmm.choose_backend() == "native"
+    with jax.sharding.use_abstract_mesh(mesh_of("cpu", 4)):
+        assert gmm.choose_backend() == "blocks"
+        assert gmm.choose_backend("native") == "native"  # slower there, but it works
 
-    assert gmm.default_backend() == "blocks"
-    for platform, backend in (("tpu", "ragged"), ("cuda", "ragged"), ("cpu", "blocks")):
-        with jax.sharding.use_abstract_mesh(mesh(platform)):
-            assert gmm.default_backend() == backend
-            if platform != "cpu":
-                with pytest.raises(ValueError, match=f"for cpu devices, got {platform}; use"):
-                    gmm.layout(8, 2, backend="native")
+
+def test_auto_does_without_kernels_that_cannot_be_built_and_native_does_not(monkeypatch):
+    monkeypatch.setattr(cpu, "unavailable_reason", lambda: "no compiler; install one")
+    assert gmm.choose_backend() == "blocks"
+    with pytest.raises(cpu.UnavailableError, match="no compiler; install one"):
+        gmm.choose_backend("native")
+
+
+def test_the_backend_is_that_of_the_devices_compiled_for():
+    for platform in ("tpu", "cuda"):
+        with jax.sharding.use_abstract_mesh(mesh_of(platform)):
+            assert gmm.choose_backend() == "ragged"
+            with pytest.raises(ValueError, match=f"for cpu devices, got {platform}; use"):
+                gmm.choose_backend("native")
+    with pytest.raises(ValueError, match="computes in float32, got bfloat16; use 'blocks'"):
+        gmm.choose_backend("native", jnp.bfloat16)

@@ -20,4 +20,7 @@ MODELS = [
     "gpt_oss_yarn",
     "deepseek_v3",
     "deepseek_v3_direct",
+    "smollm3",
+    "smollm3_window",
+    "olmo2",
 ]

@@ -9,9 +9,11 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from rljax_kernels import cpu
 from rljax_kernels import grouped_matmul as gmm
 
 from rljax import mesh as meshes
+from rljax.errors import InputError, MissingDependencyError
 from rljax.models import Experts, Router, experts, mixture
 
 N, D, F, E, K = 96, 8, 6, 8, 2
@@ -91,16 +93,15 @@ EACH_WAY = pytest.mark.parametrize(
 @pytest.fixture
 def lay(monkeypatch):
     """Sets the way in which rows are laid out."""
-    layout = gmm.layout
+    row_layout = gmm.row_layout
 
     def set_way(way):
-        set_to, rows = WAYS[way]
+        backend, rows = WAYS[way]
 
-        def laid(*args, expected, largest, backend):
-            assert backend is None
-            return layout(*args, expected=rows or expected, largest=largest, backend=set_to)
+        def laid(*args, expected, largest):
+            return row_layout(*args[:2], backend, expected=rows or expected, largest=largest)
 
-        monkeypatch.setattr(gmm, "layout", laid)
+        monkeypatch.setattr(gmm, "row_layout", laid)
 
     return set_way
 
@@ -334,3 +335,25 @@ def test_a_correction_has_no_gradient_and_routers_do():
     x = jnp.ones((N, D))
     gone = jax.value_and_grad(loss)(router - 50, jnp.zeros(E), jnp.zeros((N, K), jnp.int32))
     assert all(np.isfinite(y).all() for y in gone)
+
+
+def test_native_experts_that_cannot_be_built_are_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(cpu, "unavailable_reason", lambda: "no compiler; install one")
+    with pytest.raises(
+        MissingDependencyError, match=r"^expert_backend='native': no compiler; inst"
+    ):
+        experts.choose_backend("native", jnp.float32)
+    assert experts.choose_backend("auto", jnp.float32) == "blocks"
+    with pytest.raises(InputError, match=r"expert_backend='native': .* got bfloat16; use 'blocks'"):
+        experts.choose_backend("native", jnp.bfloat16)
+
+
+def test_the_backend_that_is_taken_is_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(cpu, "unavailable_reason", lambda: "no compiler; install one")
+    experts._log_choice.cache_clear()
+    with caplog.at_level("INFO", logger="rljax"):
+        for _ in range(3):
+            experts.choose_backend("auto", jnp.float32)
+    assert [r.getMessage() for r in caplog.records] == [
+        "experts are multiplied by backend 'blocks' (expert_backend='auto')"
+    ]

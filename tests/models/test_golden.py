@@ -19,7 +19,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from golden import GOLDEN, MODELS
 
 # Those whose gradients are compared too: one kind each of attention and of feed-forward.
-GRADIENTS = ["qwen2", "qwen3_moe_mixed", "qwen2_moe", "gpt_oss", "deepseek_v3"]
+GRADIENTS = [
+    "smollm3_window",
+    "olmo2",
+    "qwen2",
+    "qwen3_moe_mixed",
+    "qwen2_moe",
+    "gpt_oss",
+    "deepseek_v3",
+]
 WIDTH = 24
 
 
@@ -124,6 +132,7 @@ def test_names_and_shapes_are_those_transformers_saves(family):
         "head_dim": 8,
         "intermediate_size": 48,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "tie_word_embeddings": False,
     }
     if family in ("qwen2_moe", "qwen3_moe"):
         fields["moe_intermediate_size"] = 16

@@ -377,6 +377,12 @@ def test_configurations_that_are_not_supported_are_refused_by_name(folder, field
             {"quantization_config": {"quant_method": "fp8"}},
             "quantization_config (quant_method='fp8') is not supported; save the model dequant",
         ),
+        (
+            "smollm3",
+            {"no_rope_layers": [1, 0]},
+            "no_rope_layers has 2 entries, num_hidden_layers=4",
+        ),
+        ("olmo2", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("gpt_oss", {"rope_parameters": None}, "has neither rope_parameters nor rope_scaling"),
     ],
 )
@@ -402,6 +408,9 @@ def test_what_a_mixture_family_lacks_is_refused_by_name(name, fields, message, t
         ("mixtral", {"use_sliding_window": None}, [8] * 4),
         ("mixtral", {"use_sliding_window": None, "sliding_window": None}, [None] * 4),
         ("gpt_oss", {"use_sliding_window": None}, [8, None, 8, None]),
+        ("smollm3", {}, [None, None, None, 8]),
+        ("smollm3", {"no_rope_layers": [0, 1, 0, 1]}, [8, None, 8, None]),
+        ("smollm3", {"use_sliding_window": False}, [None] * 4),
         (
             "gpt_oss",
             {"use_sliding_window": None, "layer_types": ["full_attention"] * 4},

@@ -103,6 +103,9 @@ def test_logprobs_equal_the_trainers_on_a_mixture_with_routing_replayed(
         ("olmoe", False),
         ("gpt_oss_yarn", False),
         NATIVE("gpt_oss_yarn", True),
+        ("smollm3_window", False),
+        NATIVE("smollm3", True),
+        ("olmo2", False),
     ],
 )
 def test_logprobs_equal_the_trainers_in_every_mixture_family(name, native, prompts):

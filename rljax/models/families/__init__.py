@@ -11,7 +11,16 @@ from typing import Any
 
 from rljax.errors import InputError
 from rljax.models.config import ModelConfig
-from rljax.models.families import deepseek, gpt_oss, llama, mixtral, olmoe, qwen
+from rljax.models.families import (
+    deepseek,
+    gpt_oss,
+    llama,
+    mixtral,
+    olmo2,
+    olmoe,
+    qwen,
+    smollm3,
+)
 from rljax.models.families.common import Family
 from rljax.models.files.fields import Fields
 
@@ -25,6 +34,8 @@ FAMILIES: Mapping[str, Family] = {
     "mixtral": mixtral.FAMILY,
     "deepseek_v3": deepseek.FAMILY,
     "gpt_oss": gpt_oss.FAMILY,
+    "smollm3": smollm3.FAMILY,
+    "olmo2": olmo2.FAMILY,
 }
 """`model_type` of config.json -> family."""
 

@@ -100,6 +100,7 @@ def read_decoder(
     attention: Attention,
     feed_forward: Callable[[int], Dense | Experts],
     windows: Sequence[int | None] | None = None,
+    norms: Literal["before", "after"] = "before",
 ) -> ModelConfig:
     """A decoder whose layers' attention differs in nothing but windows.
 
@@ -109,9 +110,10 @@ def read_decoder(
       attention: That of all layers.
       feed_forward: Layer -> its feed-forward.
       windows: Each layer's window; None: there are none.
+      norms: As in `Block`.
     """
     layers = [
-        Block(dataclasses.replace(attention, window=window), feed_forward(i))
+        Block(dataclasses.replace(attention, window=window), feed_forward(i), norms)
         for i, window in enumerate(windows or [None] * f.size("num_hidden_layers"))
     ]
     return assemble(f, family, layers, attention_bias=attention.output_bias)

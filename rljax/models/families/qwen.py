@@ -17,16 +17,15 @@ from rljax.models.families.common import (
     write_decoder,
 )
 from rljax.models.families.names import ATTENTION, BIASES, DECODER, EXPERTS, MLP
-from rljax.models.families.windows import FULL, SLIDING, read_windows, write_windows
+from rljax.models.families.windows import (
+    FULL,
+    SLIDING,
+    read_windows,
+    switchable_window,
+    write_windows,
+)
 from rljax.models.files.fields import Fields
 from rljax.models.files.tables import Table, linear, vector
-
-
-def _qwen_window(f: Fields) -> int | None:
-    """The window of the layers that slide, in the families that can switch it off."""
-    window = f.size("sliding_window") if f.get("use_sliding_window", False) else None
-    f.get("sliding_window", None)  # without effect where it is switched off
-    return window
 
 
 def _late(f: Fields) -> Callable[[int], bool]:
@@ -52,7 +51,7 @@ def _read_qwen2(f: Fields) -> ModelConfig:
         "qwen2",
         read_attention(f, bias=True),
         dense_layers(f),
-        windows=read_windows(f, _qwen_window(f), _late(f)),
+        windows=read_windows(f, switchable_window(f), _late(f)),
     )
 
 
@@ -63,7 +62,7 @@ def _read_qwen3(f: Fields) -> ModelConfig:
         "qwen3",
         read_attention(f, qk_norm="head"),
         dense_layers(f),
-        windows=read_windows(f, _qwen_window(f), _late(f)),
+        windows=read_windows(f, switchable_window(f), _late(f)),
     )
 
 
@@ -83,14 +82,16 @@ def _read_qwen2_moe(f: Fields) -> ModelConfig:
         "qwen2_moe",
         read_attention(f, bias=bool(f.get("qkv_bias", True))),
         _sparse(f, mixture),
-        windows=read_windows(f, _qwen_window(f), lambda layer: layer % 2 == 0 and layer < first),
+        windows=read_windows(
+            f, switchable_window(f), lambda layer: layer % 2 == 0 and layer < first
+        ),
     )
 
 
 def _read_qwen3_moe(f: Fields) -> ModelConfig:
     f.assume(num_key_value_heads=4, intermediate_size=6144, moe_intermediate_size=768)
     # Here all layers slide or none does, and max_window_layers has no effect.
-    window, count = _qwen_window(f), f.size("num_hidden_layers")
+    window, count = switchable_window(f), f.size("num_hidden_layers")
     f.get("max_window_layers", None)
     f.must("layer_types", [SLIDING if window else FULL] * count)
     mixture = Experts(

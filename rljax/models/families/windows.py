@@ -36,6 +36,13 @@ def read_windows(f: Fields, window: int | None, slides: Callable[[int], bool]) -
     return [window if kind == SLIDING else None for kind in kinds]
 
 
+def switchable_window(f: Fields) -> int | None:
+    """The window of the layers that slide, in the families that can switch it off."""
+    window = f.size("sliding_window") if f.get("use_sliding_window", False) else None
+    f.get("sliding_window", None)  # without effect where it is switched off
+    return window
+
+
 def write_windows(config: ModelConfig) -> dict[str, Any]:
     """The fields `sliding_window` and `layer_types`."""
     windows = [a.window for a in attentions(config)]

@@ -1,6 +1,7 @@
 """Makes the golden files of this folder with torch 2.13 and transformers 5.24.
 
     python tests/golden/models/make.py                          the tiny models and yarn.json
+    python tests/golden/models/make.py NAME ...                 some of the tiny models
     python tests/golden/models/make.py --smollm2 MODEL.gguf     smollm2.json (accelerate, gguf)
 
 Each folder holds a tiny random model as transformers saves it, and `expected.json`:
@@ -216,6 +217,37 @@ MODELS = {
         torch.bfloat16,
     ),
 }
+MODELS |= {
+    "smollm3": (
+        "SmolLM3",
+        {
+            **BASE,
+            "num_hidden_layers": 4,
+            "pad_token_id": None,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        torch.bfloat16,
+    ),
+    "smollm3_window": (
+        "SmolLM3",
+        {
+            **BASE,
+            "head_dim": 12,
+            "num_hidden_layers": 3,
+            "no_rope_layers": [0, 1, 0],
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "pad_token_id": None,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        torch.bfloat16,
+    ),
+    "olmo2": ("Olmo2", {**BASE, "pad_token_id": None, "eos_token_id": 2}, torch.bfloat16),
+}
 LENGTHS = (12, 7, 5)
 PLACES, WINDOW_PLACES = [0, 1, 5, 6, 20, 50], [20, 21, 22, 23, 24, 25]
 YARN = (
@@ -331,12 +363,14 @@ def make_smollm2(file: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", help="the models to make; all by default")
     parser.add_argument("--smollm2", type=Path)
     args = parser.parse_args()
     print(sys.version.split()[0], torch.__version__, transformers.__version__)
     if args.smollm2:
         make_smollm2(args.smollm2)
     else:
-        make_yarn()
-        for name in MODELS:
+        if not args.names:
+            make_yarn()
+        for name in args.names or MODELS:
             make_model(name)
