@@ -25,6 +25,7 @@ Expected: nothing is compiled after warm-up; figures are in experiments/README.m
 import dataclasses
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -48,7 +49,8 @@ class Config:
         generations: Responses a prompt.
         new_tokens: Tokens of the longest response.
         repeats: Timed runs; the median and the fastest are reported.
-        native: Whether the engine, and its limit, decode with the kernels for CPUs.
+        kernels: Whether the engine, and its limit, decode with the kernels for CPUs: where that is
+            possible (auto), else refuse (native), or never (off).
         torch_python: A Python with torch and transformers; None: this one, if it has them.
         vllm_python: A Python with vLLM's CPU build; None: this one, if it has it.
     """
@@ -60,7 +62,7 @@ class Config:
     generations: int = 8
     new_tokens: int = 128
     repeats: int = 3
-    native: bool = True
+    kernels: Literal["auto", "native", "off"] = "auto"
     torch_python: Path | None = None
     vllm_python: Path | None = None
 
@@ -91,6 +93,11 @@ def lengths_of(config: Config, workload: str) -> np.ndarray:
     return np.clip(drawn, min(8, config.new_tokens), config.new_tokens)
 
 
+def tell(line: str) -> None:
+    """Prints a line of progress; results go to standard output, it does not."""
+    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
 def rates(run: Callable[[], int], repeats: int) -> dict[str, float]:
     """Useful tokens a second of a call that returns how many it made: median and best."""
     found = []
@@ -111,11 +118,15 @@ def run_engine(config: Config, model: Any, params: Any) -> dict[str, Any]:
         slots=config.prompts * config.generations,
         max_length=config.prompt_length + config.new_tokens,
         least_rows=LEAST_ROWS,
-        native=config.native,
+        kernels=config.kernels,
     )
     engine.load(params, version=0)
     start = time.perf_counter()
-    programs = engine.warm_up()
+    longest = SamplingParams(max_tokens=config.new_tokens)
+    count = config.prompts * config.generations
+    programs = engine.warm_up(
+        sampling=longest, max_prompt_length=config.prompt_length, num_requests=count, tell=tell
+    )
     found: dict[str, Any] = {"warm_up_s": time.perf_counter() - start, "programs": programs}
     before = compilations.count()
     prompts = prompts_of(config)
@@ -126,10 +137,19 @@ def run_engine(config: Config, model: Any, params: Any) -> dict[str, Any]:
             groups = engine.generate(prompts, config.generations, limits)
             return sum(len(r.tokens) for group in groups for r in group)
 
+        tell(f"engine, {workload}: {config.repeats + 1} runs")
         run()
         found[workload] = rates(run, config.repeats)
     found["late_compilations"] = compilations.count() - before
     return found
+
+
+def uses_kernels(config: Config, model: Any) -> bool:
+    """Whether the engine decodes with the kernels for CPUs."""
+    from rljax.sampling.config import ProgramConfig
+    from rljax.sampling.kernels import choose
+
+    return choose(model, None, ProgramConfig(kernels=config.kernels)).native
 
 
 def step_seconds(config: Config, model: Any, params: Any, rows: int, sampled: bool = True) -> float:
@@ -139,11 +159,12 @@ def step_seconds(config: Config, model: Any, params: Any, rows: int, sampled: bo
 
     from rljax import models
     from rljax.models.forward import output_logits
-    from rljax.sampling import layers
-    from rljax.sampling.draw import draw, keys_at, row_keys
+    from rljax.sampling.token_sampling import key_words, keys_at, row_keys, sample_tokens
+    from rljax.sampling.unstack import unstack_config, unstack_params, with_kernels
 
-    backend = "native" if config.native else None
-    bare = layers.apart(dataclasses.replace(model, expert_backend=backend))
+    native = uses_kernels(config, model)
+    backend = "native" if native else None
+    bare = unstack_config(dataclasses.replace(model, expert_backend=backend))
 
     def attend(q: Any, k: Any, v: Any, layer: Any, cache: Any, **_: Any) -> tuple[Any, Any]:
         return q + 1e-3 * jnp.repeat(k + v, q.shape[2] // k.shape[2], axis=2), cache
@@ -157,14 +178,15 @@ def step_seconds(config: Config, model: Any, params: Any, rows: int, sampled: bo
             z = output_logits(weights, bare, hidden[:, 0])
             if not sampled:
                 return jnp.max(z, axis=-1).astype(jnp.int32) % model.vocab_size
-            return draw(keys_at(keys, jnp.full(rows, i)), z, jnp.ones(rows), None)[0]
+            at = keys_at(keys, jnp.full(rows, i))
+            return sample_tokens(at, z, jnp.ones(rows), None)[0]
 
         return jax.lax.fori_loop(0, count, step, token)
 
-    weights = layers.views(params, model)
-    if config.native:
-        weights = layers.native(weights, model)
-    keys = row_keys(jnp.arange(4 * rows, dtype=jnp.int32).reshape(rows, 4))
+    weights = unstack_params(params, model)
+    if native:
+        weights = with_kernels(weights, model)
+    keys = row_keys(key_words([(row, row, row, row) for row in range(rows)]))
 
     def seconds(count: int) -> float:
         start = time.perf_counter()
@@ -181,10 +203,13 @@ def run_ideal(config: Config, model: Any, params: Any) -> dict[str, Any]:
     from rljax.sampling.rows import Shapes
 
     count = config.prompts * config.generations
-    shapes = Shapes(count, LEAST_ROWS, share=1, page_size=1, most_pages=1, exact=config.native)
-    sizes = [rows for rows, *_ in shapes.every()]
-    both = {n: step_seconds(config, model, params, n) for n in sizes}
-    alone = {n: step_seconds(config, model, params, n, sampled=False) for n in sizes}
+    exact = uses_kernels(config, model)
+    shapes = Shapes(count, LEAST_ROWS, share=1, page_size=1, most_pages=1, exact=exact)
+    both, alone = {}, {}
+    for n in (rows for rows, *_ in shapes.every()):
+        tell(f"ideal: steps of {n} rows")
+        both[n] = step_seconds(config, model, params, n)
+        alone[n] = step_seconds(config, model, params, n, sampled=False)
     found: dict[str, Any] = {"step_ms": {n: 1e3 * t for n, t in both.items()}}
     for workload in config.workloads:
         lengths = lengths_of(config, workload)
@@ -296,13 +321,15 @@ def main(config: Config) -> None:
 
     results = {}
     for name in config.models:
+        tell(f"{name}: making random weights")
         model = models.PRESETS[name]()
         params = models.init(jax.random.key(0), model)
         engine, ideal = run_engine(config, model, params), run_ideal(config, model, params)
-        peers = {
-            library: peer_half(library, python, "experiments.benchmark_sampler", config, model=name)
-            for library, python in (("torch", config.torch_python), ("vllm", config.vllm_python))
-        }
+        peers = {}
+        for library, python in (("torch", config.torch_python), ("vllm", config.vllm_python)):
+            tell(f"{name}: {PEERS[library]}")
+            module = "experiments.benchmark_sampler"
+            peers[library] = peer_half(library, python, module, config, model=name)
         print(
             f"{name}: warm-up {engine['warm_up_s']:.0f} s, {engine['programs']} programs; "
             f"{engine['late_compilations']} compilations after it"
@@ -334,4 +361,13 @@ def main(config: Config) -> None:
 if __name__ == "__main__":
     import tyro
 
-    main(tyro.cli(Config, description=__doc__))
+    from experiments import renamed_flags
+    from experiments.flags import fail
+    from rljax.errors import RljaxError
+
+    try:
+        old = {"native": "--kernels native", "no_native": "--kernels off"}
+        renamed_flags.refuse(sys.argv[1:], old)
+        main(tyro.cli(Config, description=__doc__))
+    except RljaxError as error:
+        sys.exit(fail(error))

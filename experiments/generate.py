@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from experiments import renamed_flags
 from experiments.flags import fail, read
 from rljax.errors import InputError, RljaxError
 
@@ -68,8 +69,8 @@ class Config:
     """Tokens of a page of the KV cache."""
     num_pages: int = 0
     """Pages of the KV cache; 0: enough for all slots at full length."""
-    native: bool = False
-    """Decode with kernels that a C++ compiler builds at first use: faster on one CPU in float32."""
+    kernels: Literal["auto", "native", "off"] = "auto"
+    """C++ kernels, for one CPU in float32: auto takes them where possible, native refuses elsewhere."""
 
 
 def generate(config: Config) -> dict[str, Any]:
@@ -116,14 +117,17 @@ def generate(config: Config) -> dict[str, Any]:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     mesh, dtype = meshes.from_flags(config.mesh), config.compute_dtype
     rules = meshes.read_rules(config.rollout_rules, meshes.ROLLOUT_RULES)
+    _tell(f"loading {config.model}")
+    loading = time.perf_counter()
     model, params = models.from_pretrained(path, dtype, mesh, rules=rules, compute_dtype=dtype)
+    _tell(f"loaded {config.model} in {time.perf_counter() - loading:.1f} s")
     engine = Engine(
         model,
         mesh,
         slots=config.slots,
         page_size=config.page_size,
         num_pages=config.num_pages or None,
-        native=config.native,
+        kernels=config.kernels,
         max_length=max(len(p.tokens) for p in prompts) + config.max_tokens,
         stop_ids=len(tokenizer.end_ids),
         detokenize=tokenizer.decode,
@@ -157,6 +161,12 @@ def generate(config: Config) -> dict[str, Any]:
     }
 
 
+def _tell(line: str) -> None:
+    """Shows progress to those who watch a terminal."""
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr)
+
+
 def _line(response: "Response", prompt: str, text: str) -> dict[str, Any]:
     return {
         "prompt_index": response.prompt_index,
@@ -170,9 +180,10 @@ def _line(response: "Response", prompt: str, text: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Parses the flags, samples, prints a summary; 1 where the user must mend something."""
+    """Parses the flags, samples, prints a summary; 1 where the user must fix something."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
+        renamed_flags.refuse(sys.argv[1:], {"native": "--kernels native (or off)"})
         config = read(Config, sys.argv[1:], "python -m experiments.generate", __doc__)
         print(json.dumps(generate(config)))
     except RljaxError as error:

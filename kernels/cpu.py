@@ -198,7 +198,7 @@ def decode_attention(
 ) -> tuple[Array, Array, Array]:
     """Writes one token a row into its page, and attends over the row's pages.
 
-    Costs what the tokens cost, however wide the page table is. `rljax.sampling.cache` has the
+    Costs what the tokens cost, however wide the page table is. `rljax.sampling.attention` has the
     plain function, `paged_attention`.
 
     Args:

@@ -16,7 +16,7 @@ from rljax.models.pipeline import Schedule
 from rljax.planning.communication import hidden_bytes
 from rljax.planning.placement import Placed, compute_width, place
 from rljax.planning.work import Work
-from rljax.sampling.cache import make_pool, pool_sharding
+from rljax.sampling.pool import make_pool, pool_sharding
 
 _CHUNK = 1024  # tokens of a micro-batch whose logits are held at a time
 

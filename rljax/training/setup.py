@@ -222,7 +222,7 @@ def start(config: Config, preset: str = "custom", started: float | None = None) 
             num_pages=settings.num_pages or None,
             max_length=data.max_prompt_length + settings.max_completion_length,
             chunk=settings.decode_chunk,
-            native=settings.native_rollouts,
+            kernels="native" if settings.native_rollouts else "off",
             stop_ids=max(len(policy.tokenizer.end_ids), 1),
             with_routing=policy.model.top_k > 0,
             max_support=settings.max_support if sampling.filtered else 0,

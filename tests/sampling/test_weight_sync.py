@@ -49,7 +49,7 @@ def test_a_sampler_on_other_devices_draws_the_same(mixture, apart, prompts, capl
         return [r for group in groups for r in group]
 
     here = jax.device_put(params, models.shardings(config, samples, meshes.ROLLOUT_RULES))
-    with caplog.at_level(logging.DEBUG, "rljax.sampling.engine"):
+    with caplog.at_level(logging.DEBUG, "rljax.sampling.weight_sync"):
         engine.load(here, version=0)
         expected = responses()
         assert engine.moved == 0 and not caplog.records  # they lay as they should
