@@ -24,7 +24,7 @@ from experiments.flags import fail, read
 from rljax.errors import InputError, RljaxError
 
 if TYPE_CHECKING:
-    from rljax.sampling import Response
+    from rljax.sampling import Engine, Response
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Config:
     num_pages: int = 0
     """Pages of the KV cache; 0: enough for all slots at full length."""
     kernels: Literal["auto", "native", "off"] = "auto"
-    """C++ kernels, for one CPU in float32: auto takes them where possible, native refuses elsewhere."""
+    """C++ kernels, on one CPU in float32: where possible (auto), else refused (native), or off."""
 
 
 def generate(config: Config) -> dict[str, Any]:
@@ -85,11 +85,9 @@ def generate(config: Config) -> dict[str, Any]:
     """
     import jax
 
-    from rljax import mesh as meshes
-    from rljax import models
     from rljax.data import load_prompts, load_tokenizer, model_path
     from rljax.monitoring import LiveDisplay
-    from rljax.sampling import Engine, SamplingParams
+    from rljax.sampling import SamplingParams
 
     if config.num_generations < 1:
         raise InputError(f"num_generations={config.num_generations} must be at least 1")
@@ -113,27 +111,8 @@ def generate(config: Config) -> dict[str, Any]:
         stop_token_ids=tokenizer.end_ids,
         stop=config.stop,
     )
-    # Programs with collectives in flight at once can wait for each other for ever on CPU devices.
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
-    mesh, dtype = meshes.from_flags(config.mesh), config.compute_dtype
-    rules = meshes.read_rules(config.rollout_rules, meshes.ROLLOUT_RULES)
-    _tell(f"loading {config.model}")
-    loading = time.perf_counter()
-    model, params = models.from_pretrained(path, dtype, mesh, rules=rules, compute_dtype=dtype)
-    _tell(f"loaded {config.model} in {time.perf_counter() - loading:.1f} s")
-    engine = Engine(
-        model,
-        mesh,
-        slots=config.slots,
-        page_size=config.page_size,
-        num_pages=config.num_pages or None,
-        kernels=config.kernels,
-        max_length=max(len(p.tokens) for p in prompts) + config.max_tokens,
-        stop_ids=len(tokenizer.end_ids),
-        detokenize=tokenizer.decode,
-        rules=rules,
-    )
-    engine.load(params, version=0)
+    engine = _engine(config, path, tokenizer, max(len(p.tokens) for p in prompts))
+    mesh = engine.mesh
     groups = engine.generate(
         [p.tokens for p in prompts], config.num_generations, sampling, config.seed
     )
@@ -159,6 +138,38 @@ def generate(config: Config) -> dict[str, Any]:
         "seconds": round(time.perf_counter() - started, 2),
         "out": str(config.out),
     }
+
+
+def _engine(config: Config, path: Path, tokenizer: Any, longest_prompt: int) -> "Engine":
+    """An engine with the model's weights."""
+    import jax
+
+    from rljax import mesh as meshes
+    from rljax import models
+    from rljax.sampling import Engine
+
+    # Programs with collectives in flight at once can wait for each other for ever on CPU devices.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    mesh, dtype = meshes.from_flags(config.mesh), config.compute_dtype
+    rules = meshes.read_rules(config.rollout_rules, meshes.ROLLOUT_RULES)
+    _tell(f"loading {config.model}")
+    loading = time.perf_counter()
+    model, params = models.from_pretrained(path, dtype, mesh, rules=rules, compute_dtype=dtype)
+    _tell(f"loaded {config.model} in {time.perf_counter() - loading:.1f} s")
+    engine = Engine(
+        model,
+        mesh,
+        slots=config.slots,
+        page_size=config.page_size,
+        num_pages=config.num_pages or None,
+        kernels=config.kernels,
+        max_length=longest_prompt + config.max_tokens,
+        stop_ids=len(tokenizer.end_ids),
+        detokenize=tokenizer.decode,
+        rules=rules,
+    )
+    engine.load(params, version=0)
+    return engine
 
 
 def _tell(line: str) -> None:

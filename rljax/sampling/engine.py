@@ -140,8 +140,7 @@ class Engine:
         """Takes weights to sample with, under a lease, and empties the prefix cache.
 
         Weights in the compute dtypes and the rollout layout are used as they are, the very same
-        buffers; others are cast and laid out by one jitted function, and those of other devices
-        are brought over piece by piece. Bytes and time are logged.
+        buffers; see `WeightSync.adopt`.
 
         Raises:
           InputError: The parameters are not the model's, or the version falls.
@@ -165,7 +164,7 @@ class Engine:
     def lower_decode(self) -> jax.stages.Lowered:
         """The program of a decode chunk at full length, lowered from shapes alone.
 
-        Nothing is allocated, so that the mesh may be of described devices: for planning.
+        Nothing is allocated: the mesh may be of described devices.
         """
         return self.runner.lower_decode()
 
@@ -180,7 +179,7 @@ class Engine:
     ) -> int:
         """Compiles every shape that can come up, so that nothing is compiled later.
 
-        The more is said about the requests, the fewer programs there are.
+        What is known of the requests saves programs.
 
         Args:
           filtered: Whether requests with top-k, top-p or min-p will come, and others too.
@@ -197,13 +196,9 @@ class Engine:
           EngineStateError: No weights are loaded, or a call is under way.
         """
         self._check_ready()
+        most = self.settings.max_length
         expected = warm_up.expect(
-            self.runner,
-            self.settings.max_length,
-            filtered,
-            sampling,
-            max_prompt_length,
-            num_requests,
+            self.runner, most, filtered, sampling, max_prompt_length, num_requests
         )
         try:
             return warm_up.warm_up(self.runner, expected, tell)
@@ -282,8 +277,8 @@ class Engine:
     def page_tables(self) -> dict[tuple[int, int], list[int]]:
         """The pages of each sequence that is decoding now, by prompt_index and sample_index.
 
-        A sequence's tokens lie in its pages in order. Pages are numbered on each shard; prompt i
-        is on shard i modulo their number.
+        Its tokens lie in them in order. Prompt i is on shard i modulo their number; each shard
+        numbers its own pages.
         """
         active = (sequence for shard in self._shards for sequence in shard.active)
         return {(q.group.index, q.sample): list(q.pages) for q in active}
@@ -312,10 +307,9 @@ class Engine:
         self._groups = call.groups
         try:
             yield from self.loop.run(call.groups, self._collector())
-        except GeneratorExit:
-            raise
-        except BaseException:
-            self._recover()
+        except BaseException as error:
+            if not isinstance(error, GeneratorExit):
+                self._recover()
             raise
         finally:
             for shard in self._shards:
