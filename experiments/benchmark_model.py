@@ -80,7 +80,7 @@ def run_jax(config: Config, folder: Path) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from rljax import models
-    from rljax.sampling import layers
+    from rljax.sampling import unstack
 
     def seconds(since: float) -> float:
         return time.perf_counter() - since
@@ -95,10 +95,10 @@ def run_jax(config: Config, folder: Path) -> dict[str, Any]:
         models.save_pretrained(folder / name, model, params)
         backend = "native" if config.native else "blocks"
         model = dataclasses.replace(model, expert_backend=backend)
-        views = layers.views(params, model)
+        views = unstack.unstack_params(params, model)
         if config.native:
-            views = layers.native(views, model)
-        held = {"stacked": (model, params), "apart": (layers.apart(model), views)}
+            views = unstack.with_kernels(views, model)
+        held = {"stacked": (model, params), "apart": (unstack.unstack_config(model), views)}
         for shape in config.shapes:
             model, params = held["apart" if shape.endswith("x1") else "stacked"]
             parts = [jnp.asarray(part) for part in batches(config, shape, model.vocab_size)]

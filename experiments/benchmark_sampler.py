@@ -24,81 +24,20 @@ Expected: nothing is compiled after warm-up; figures are in experiments/README.m
 
 import dataclasses
 import json
-import os
-import tempfile
+import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
-
+from experiments.sampler_peers import Config, lengths_of, prompts_of, rates
 from experiments.timing import HOW_TO_COMPARE, peer_half
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """What to time.
-
-    Attributes:
-        models: Configurations: S, a dense model of 29M parameters, and M, S with 8 experts.
-        workloads: Lengths of the responses.
-        prompts: Prompts.
-        prompt_length: Tokens of each.
-        generations: Responses a prompt.
-        new_tokens: Tokens of the longest response.
-        repeats: Timed runs; the median and the fastest are reported.
-        native: Whether the engine, and its limit, decode with the kernels for CPUs.
-        torch_python: A Python with torch and transformers; None: this one, if it has them.
-        vllm_python: A Python with vLLM's CPU build; None: this one, if it has it.
-    """
-
-    models: tuple[Literal["speed-s", "speed-m"], ...] = ("speed-s", "speed-m")
-    workloads: tuple[Literal["uniform", "long-tail"], ...] = ("uniform", "long-tail")
-    prompts: int = 8
-    prompt_length: int = 64
-    generations: int = 8
-    new_tokens: int = 128
-    repeats: int = 3
-    native: bool = True
-    torch_python: Path | None = None
-    vllm_python: Path | None = None
-
-
-VLLM_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 PEERS = {"torch": "transformers", "vllm": "vLLM"}
 LEAST_ROWS = 4  # of the engine's decode steps and of the ideal ones
 
 
-def prompts_of(config: Config) -> np.ndarray:
-    """Token ids, [prompts, prompt_length]."""
-    shape = (config.prompts, config.prompt_length)
-    return np.random.default_rng(0).integers(16, 8192, shape)
-
-
-def lengths_of(config: Config, workload: str) -> np.ndarray:
-    """Tokens of each response, prompt by prompt."""
-    count = config.prompts * config.generations
-    if workload == "uniform":
-        return np.full(count, config.new_tokens)
-    drawn = 7 + np.random.default_rng(1).geometric(1 / 32, count)
-    return np.clip(drawn, min(8, config.new_tokens), config.new_tokens)
-
-
-def rates(run: Callable[[], int], repeats: int) -> dict[str, float]:
-    """Useful tokens a second of a call that returns how many it made: median and best."""
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        tokens = run()
-        found.append(tokens / (time.perf_counter() - start))
-    return {"median": float(np.median(found)), "best": max(found)}
+def tell(line: str) -> None:
+    """Prints a line of progress; results go to standard output, it does not."""
+    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
 def run_engine(config: Config, model: Any, params: Any) -> dict[str, Any]:
@@ -111,11 +50,15 @@ def run_engine(config: Config, model: Any, params: Any) -> dict[str, Any]:
         slots=config.prompts * config.generations,
         max_length=config.prompt_length + config.new_tokens,
         least_rows=LEAST_ROWS,
-        native=config.native,
+        kernels=config.kernels,
     )
     engine.load(params, version=0)
     start = time.perf_counter()
-    programs = engine.warm_up()
+    longest = SamplingParams(max_tokens=config.new_tokens)
+    count = config.prompts * config.generations
+    programs = engine.warm_up(
+        sampling=longest, max_prompt_length=config.prompt_length, num_requests=count, tell=tell
+    )
     found: dict[str, Any] = {"warm_up_s": time.perf_counter() - start, "programs": programs}
     before = compilations.count()
     prompts = prompts_of(config)
@@ -126,10 +69,19 @@ def run_engine(config: Config, model: Any, params: Any) -> dict[str, Any]:
             groups = engine.generate(prompts, config.generations, limits)
             return sum(len(r.tokens) for group in groups for r in group)
 
+        tell(f"engine, {workload}: {config.repeats + 1} runs")
         run()
         found[workload] = rates(run, config.repeats)
     found["late_compilations"] = compilations.count() - before
     return found
+
+
+def uses_kernels(config: Config, model: Any) -> bool:
+    """Whether the engine decodes with the kernels for CPUs."""
+    from rljax.sampling.config import ProgramConfig
+    from rljax.sampling.kernels import choose
+
+    return choose(model, None, ProgramConfig(kernels=config.kernels)).native
 
 
 def step_seconds(config: Config, model: Any, params: Any, rows: int, sampled: bool = True) -> float:
@@ -139,11 +91,12 @@ def step_seconds(config: Config, model: Any, params: Any, rows: int, sampled: bo
 
     from rljax import models
     from rljax.models.forward import output_logits
-    from rljax.sampling import layers
-    from rljax.sampling.draw import draw, keys_at, row_keys
+    from rljax.sampling.token_sampling import key_words, keys_at, row_keys, sample_tokens
+    from rljax.sampling.unstack import unstack_config, unstack_params, with_kernels
 
-    backend = "native" if config.native else "blocks"
-    bare = layers.apart(dataclasses.replace(model, expert_backend=backend))
+    native = uses_kernels(config, model)
+    backend = "native" if native else "blocks"
+    bare = unstack_config(dataclasses.replace(model, expert_backend=backend))
 
     def attend(q: Any, k: Any, v: Any, layer: Any, cache: Any, **_: Any) -> tuple[Any, Any]:
         return q + 1e-3 * jnp.repeat(k + v, q.shape[2] // k.shape[2], axis=2), cache
@@ -157,14 +110,15 @@ def step_seconds(config: Config, model: Any, params: Any, rows: int, sampled: bo
             z = output_logits(weights, bare, hidden[:, 0])
             if not sampled:
                 return jnp.max(z, axis=-1).astype(jnp.int32) % model.vocab_size
-            return draw(keys_at(keys, jnp.full(rows, i)), z, jnp.ones(rows), None)[0]
+            at = keys_at(keys, jnp.full(rows, i))
+            return sample_tokens(at, z, jnp.ones(rows), None)[0]
 
         return jax.lax.fori_loop(0, count, step, token)
 
-    weights = layers.views(params, model)
-    if config.native:
-        weights = layers.native(weights, model)
-    keys = row_keys(jnp.arange(4 * rows, dtype=jnp.int32).reshape(rows, 4))
+    weights = unstack_params(params, model)
+    if native:
+        weights = with_kernels(weights, model)
+    keys = row_keys(key_words([(row, row, row, row) for row in range(rows)]))
 
     def seconds(count: int) -> float:
         start = time.perf_counter()
@@ -181,10 +135,13 @@ def run_ideal(config: Config, model: Any, params: Any) -> dict[str, Any]:
     from rljax.sampling.rows import Shapes
 
     count = config.prompts * config.generations
-    shapes = Shapes(count, LEAST_ROWS, share=1, page_size=1, most_pages=1, exact=config.native)
-    sizes = [rows for rows, *_ in shapes.every()]
-    both = {n: step_seconds(config, model, params, n) for n in sizes}
-    alone = {n: step_seconds(config, model, params, n, sampled=False) for n in sizes}
+    exact = uses_kernels(config, model)
+    shapes = Shapes(count, LEAST_ROWS, share=1, page_size=1, most_pages=1, exact=exact)
+    both, alone = {}, {}
+    for n in (rows for rows, *_ in shapes.every()):
+        tell(f"ideal: steps of {n} rows")
+        both[n] = step_seconds(config, model, params, n)
+        alone[n] = step_seconds(config, model, params, n, sampled=False)
     found: dict[str, Any] = {"step_ms": {n: 1e3 * t for n, t in both.items()}}
     for workload in config.workloads:
         lengths = lengths_of(config, workload)
@@ -198,96 +155,6 @@ def run_ideal(config: Config, model: Any, params: Any) -> dict[str, Any]:
     return found
 
 
-def torch_policy(model: str) -> Any:
-    """The transformers model of a configuration, with random weights."""
-    import torch
-    import transformers
-
-    sizes: dict[str, Any] = dict(
-        vocab_size=8192, hidden_size=512, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=64, tie_word_embeddings=True,
-    )  # fmt: skip
-    if model == "speed-s":
-        architecture = transformers.Qwen3Config(intermediate_size=1536, **sizes)
-    else:
-        architecture = transformers.Qwen3MoeConfig(
-            moe_intermediate_size=512, num_experts=8, num_experts_per_tok=2,
-            norm_topk_prob=True, **sizes,
-        )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(architecture).eval()
-
-
-def run_torch(config: Config, model: str) -> dict[str, Any]:
-    """The rates of transformers' generate, at the same sizes and lengths."""
-    import torch
-
-    policy = torch_policy(model)
-    tokens = torch.from_numpy(prompts_of(config)).repeat_interleave(config.generations, dim=0)
-    found = {}
-    for workload in config.workloads:
-        lengths = lengths_of(config, workload)
-
-        def run(lengths: np.ndarray = lengths) -> int:
-            with torch.inference_mode():
-                policy.generate(
-                    tokens,
-                    attention_mask=torch.ones_like(tokens),
-                    do_sample=True,
-                    top_k=0,
-                    max_new_tokens=int(max(lengths)),
-                    min_new_tokens=int(max(lengths)),
-                    eos_token_id=None,
-                    pad_token_id=0,
-                )
-            return int(lengths.sum())
-
-        run()
-        found[workload] = rates(run, config.repeats)
-    return found
-
-
-def run_vllm(config: Config, model: str) -> dict[str, Any]:
-    """The rates of vLLM's CPU build, compiled, at the same sizes and lengths."""
-    with tempfile.TemporaryDirectory() as folder:
-        # vLLM reads these as it is imported; what it compiles for this folder serves no other run.
-        os.environ.update(VLLM_ENVIRONMENT, VLLM_CACHE_ROOT=folder)
-        import vllm
-
-        torch_policy(model).save_pretrained(folder)
-        engine = vllm.LLM(
-            folder,
-            skip_tokenizer_init=True,
-            dtype="float32",
-            block_size=32,
-            enable_prefix_caching=True,
-            max_num_seqs=config.prompts * config.generations,
-            max_model_len=config.prompt_length + config.new_tokens,
-        )
-        prompts = [
-            {"prompt_token_ids": row}
-            for row in prompts_of(config).tolist()
-            for _ in range(config.generations)
-        ]
-        found = {}
-        for workload in config.workloads:
-            limits = [
-                vllm.SamplingParams(
-                    temperature=1, max_tokens=int(n), ignore_eos=True, detokenize=False
-                )
-                for n in lengths_of(config, workload)
-            ]
-
-            def run(limits: list[Any] = limits) -> int:
-                engine.reset_prefix_cache()  # as new weights do: no run finds another's prompts
-                responses = engine.generate(prompts, limits, use_tqdm=False)
-                return sum(len(r.outputs[0].token_ids) for r in responses)
-
-            run()
-            found[workload] = rates(run, config.repeats)
-        return found
-
-
 def main(config: Config) -> None:
     """Times what there is and prints a line a model and workload."""
     import jax
@@ -296,13 +163,15 @@ def main(config: Config) -> None:
 
     results = {}
     for name in config.models:
+        tell(f"{name}: making random weights")
         model = models.PRESETS[name]()
         params = models.init(jax.random.key(0), model)
         engine, ideal = run_engine(config, model, params), run_ideal(config, model, params)
-        peers = {
-            library: peer_half(library, python, "experiments.benchmark_sampler", config, model=name)
-            for library, python in (("torch", config.torch_python), ("vllm", config.vllm_python))
-        }
+        peers = {}
+        for library, python in (("torch", config.torch_python), ("vllm", config.vllm_python)):
+            tell(f"{name}: {PEERS[library]}")
+            module = "experiments.sampler_peers"
+            peers[library] = peer_half(library, python, module, config, model=name)
         print(
             f"{name}: warm-up {engine['warm_up_s']:.0f} s, {engine['programs']} programs; "
             f"{engine['late_compilations']} compilations after it"
@@ -334,4 +203,13 @@ def main(config: Config) -> None:
 if __name__ == "__main__":
     import tyro
 
-    main(tyro.cli(Config, description=__doc__))
+    from experiments import renamed_flags
+    from experiments.flags import fail
+    from rljax.errors import RljaxError
+
+    try:
+        old = {"native": "--kernels native", "no_native": "--kernels off"}
+        renamed_flags.refuse(sys.argv[1:], old)
+        main(tyro.cli(Config, description=__doc__))
+    except RljaxError as error:
+        sys.exit(fail(error))

@@ -19,11 +19,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from experiments import renamed_flags
 from experiments.flags import fail, read
 from rljax.errors import InputError, RljaxError
 
 if TYPE_CHECKING:
-    from rljax.sampling import Response
+    from rljax.sampling import Engine, Response
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +69,8 @@ class Config:
     """Tokens of a page of the KV cache."""
     num_pages: int = 0
     """Pages of the KV cache; 0: enough for all slots at full length."""
-    native: bool = False
-    """Decode with kernels that a C++ compiler builds at first use: faster on one CPU in float32."""
+    kernels: Literal["auto", "native", "off"] = "auto"
+    """C++ kernels, on one CPU in float32: where possible (auto), else refused (native), or off."""
 
 
 def generate(config: Config) -> dict[str, Any]:
@@ -84,11 +85,9 @@ def generate(config: Config) -> dict[str, Any]:
     """
     import jax
 
-    from rljax import mesh as meshes
-    from rljax import models
     from rljax.data import PromptFormat, load_prompts, load_tokenizer, model_path
     from rljax.monitoring import LiveDisplay
-    from rljax.sampling import Engine, SamplingParams
+    from rljax.sampling import SamplingParams
 
     if config.num_generations < 1:
         raise InputError(f"num_generations={config.num_generations} must be at least 1")
@@ -110,24 +109,8 @@ def generate(config: Config) -> dict[str, Any]:
         stop_token_ids=tokenizer.end_ids,
         stop=config.stop,
     )
-    # Programs with collectives in flight at once can wait for each other for ever on CPU devices.
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
-    mesh, dtype = meshes.from_flags(config.mesh), config.compute_dtype
-    rules = meshes.read_rules(config.rollout_rules, meshes.ROLLOUT_RULES)
-    model, params = models.from_pretrained(path, dtype, mesh, rules=rules, compute_dtype=dtype)
-    engine = Engine(
-        model,
-        mesh,
-        slots=config.slots,
-        page_size=config.page_size,
-        num_pages=config.num_pages or None,
-        native=config.native,
-        max_length=max(len(p.tokens) for p in prompts) + config.max_tokens,
-        stop_ids=len(tokenizer.end_ids),
-        detokenize=tokenizer.decode,
-        rules=rules,
-    )
-    engine.load(params, version=0)
+    engine = _engine(config, path, tokenizer, max(len(p.tokens) for p in prompts))
+    mesh = engine.mesh
     groups = engine.generate(
         [p.tokens for p in prompts], config.num_generations, sampling, config.seed
     )
@@ -155,6 +138,44 @@ def generate(config: Config) -> dict[str, Any]:
     }
 
 
+def _engine(config: Config, path: Path, tokenizer: Any, longest_prompt: int) -> "Engine":
+    """An engine with the model's weights."""
+    import jax
+
+    from rljax import mesh as meshes
+    from rljax import models
+    from rljax.sampling import Engine
+
+    # Programs with collectives in flight at once can wait for each other for ever on CPU devices.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    mesh, dtype = meshes.from_flags(config.mesh), config.compute_dtype
+    rules = meshes.read_rules(config.rollout_rules, meshes.ROLLOUT_RULES)
+    _tell(f"loading {config.model}")
+    loading = time.perf_counter()
+    model, params = models.from_pretrained(path, dtype, mesh, rules=rules, compute_dtype=dtype)
+    _tell(f"loaded {config.model} in {time.perf_counter() - loading:.1f} s")
+    engine = Engine(
+        model,
+        mesh,
+        slots=config.slots,
+        page_size=config.page_size,
+        num_pages=config.num_pages or None,
+        kernels=config.kernels,
+        max_length=longest_prompt + config.max_tokens,
+        stop_ids=len(tokenizer.end_ids),
+        detokenize=tokenizer.decode,
+        rules=rules,
+    )
+    engine.load(params, version=0)
+    return engine
+
+
+def _tell(line: str) -> None:
+    """Shows progress to those who watch a terminal."""
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr)
+
+
 def _line(response: "Response", prompt: str, text: str) -> dict[str, Any]:
     return {
         "prompt_index": response.prompt_index,
@@ -168,9 +189,10 @@ def _line(response: "Response", prompt: str, text: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Parses the flags, samples, prints a summary; 1 where the user must mend something."""
+    """Parses the flags, samples, prints a summary; 1 where the user must fix something."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
+        renamed_flags.refuse(sys.argv[1:], {"native": "--kernels native (or off)"})
         config = read(Config, sys.argv[1:], "python -m experiments.generate", __doc__)
         print(json.dumps(generate(config)))
     except RljaxError as error:

@@ -27,3 +27,7 @@ class TrainingStoppedError(RljaxError, FloatingPointError):
 
 class EngineStateError(RljaxError, RuntimeError):
     """A call of the sampling engine that its state does not allow now."""
+
+
+class NonFiniteLogitsError(RljaxError, FloatingPointError):
+    """Weights whose forward pass gives NaN, so that nothing can be sampled."""

@@ -128,6 +128,7 @@ def compile_decode(
         num_pages=work.pages,
         max_length=work.length,
         chunk=work.decode_chunk,
+        kernels="off",
         with_routing=config.top_k > 0,
         rules=rules,
     )

@@ -16,7 +16,7 @@ from rljax.models.pipeline import Schedule
 from rljax.planning.communication import hidden_bytes
 from rljax.planning.placement import ShardedParameter, compute_itemsize, shard_parameters
 from rljax.planning.work import Work
-from rljax.sampling.cache import make_pool, pool_sharding
+from rljax.sampling.pool import make_pool, pool_sharding
 
 _CHUNK = 1024  # tokens of a micro-batch whose logits exist at a time
 

@@ -1,6 +1,9 @@
 """The paged-KV sampling engine, for rollouts and for batch inference."""
 
-from rljax.sampling.engine import Engine, generate
-from rljax.sampling.types import Response, SamplingParams
+from rljax.sampling.config import EngineConfig
+from rljax.sampling.engine import Engine
+from rljax.sampling.generation import generate
+from rljax.sampling.params import SamplingParams
+from rljax.sampling.responses import Response
 
-__all__ = ["Engine", "Response", "SamplingParams", "generate"]
+__all__ = ["Engine", "EngineConfig", "Response", "SamplingParams", "generate"]

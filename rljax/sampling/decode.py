@@ -2,73 +2,124 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from rljax.mesh import true_anywhere, vary_over
 from rljax.models.config import ModelConfig
 from rljax.models.forward import Attend, hidden_states, output_logits
 from rljax.models.parameters import Params
-from rljax.sampling.cache import (
-    Kept,
-    Pool,
-    gather_rows,
-    native_attention,
-    paged_attention,
-    row_attention,
-    scatter_rows,
-)
-from rljax.sampling.draw import draw, keep_mask, keys_at, likeliest, row_keys
+from rljax.sampling.adjustments import Adjustments, adjust
+from rljax.sampling.attention import gathered_attention, native_attention, paged_attention
+from rljax.sampling.pool import Gathered, Pool, gather_pages, scatter_tokens
+from rljax.sampling.token_sampling import keep_mask, keys_at, likeliest, row_keys, sample_tokens
 
-Attention = Literal["copy", "place", "native"]
-"""`copy`: a chunk copies the rows' pages out of the pool once, works on the copy layer by layer,
-and writes the new tokens back at its end. `place`: each step reads and writes the pages themselves.
-`native`: so do the kernels of `rljax_kernels.cpu`, at the cost of the tokens that there are."""
+Attention = Literal["gathered", "paged", "native"]
+"""`gathered`: a chunk copies the rows' pages out of the pool once, works on the copy layer by
+layer, and writes the new tokens back at its end. `paged`: each step reads and writes the pages
+themselves. `native`: so do the kernels of `rljax_kernels.cpu`, at the cost of the tokens that there
+are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeOptions:
+    """What decode programs are compiled for.
+
+    Attributes:
+      chunk: Most steps of a chunk, C.
+      attention: How steps reach the pages.
+      with_routing: Whether to return the experts of each fed token.
+      max_support: Most tokens that a row which cuts its distribution keeps, and returns; 0: any
+        number, and none are returned.
+      top_logprobs: How many of the likeliest tokens to return with each.
+    """
+
+    chunk: int
+    attention: Attention
+    with_routing: bool = False
+    max_support: int = 0
+    top_logprobs: int = 0
 
 
 @struct.dataclass
-class Slots:
-    """What a decode chunk knows of each row; made anew by the host for each chunk.
+class DecodeCarry:
+    """Where each row stands: what one chunk leaves to the next one of the same rows.
 
     Attributes:
       token: int32 [R], the next token to feed.
       position: int32 [R], its position; all before it are in the cache.
       active: bool [R], whether the row is decoding.
       remaining: int32 [R], tokens it may still draw.
-      ids: int32 [R, 4], seed, prompt id, draw, sample id: its random key.
-      temperature: float32 [R], 0 for greedy.
-      top_p: float32 [R].
-      top_k: int32 [R].
-      min_p: float32 [R].
-      stop: int32 [R, K], end ids, -1 where unset.
-      enough: int32 [1], the chunk ends once no more rows than these are active.
-      table: int32 [R, P], the row's own pages.
-      base: int32 [R], how many tokens before its own the row reads from pages its block shares.
-      shared: int32 [B, Q], the pages that each R / B rows share; [1, 0] where none do.
     """
 
     token: Int[Array, " R"]
     position: Int[Array, " R"]
     active: Bool[Array, " R"]
     remaining: Int[Array, " R"]
-    ids: Int[Array, "R 4"]
+
+
+@struct.dataclass
+class RowSampling:
+    """How each row draws.
+
+    Attributes:
+      key: uint32 [R, 7], its random key, see `token_sampling.key_words`.
+      temperature: float32 [R], 0 for greedy.
+      top_p: float32 [R].
+      top_k: int32 [R].
+      min_p: float32 [R].
+      stop: int32 [R, K], end ids, -1 where unset.
+    """
+
+    key: UInt[Array, "R 7"]
     temperature: Float[Array, " R"]
     top_p: Float[Array, " R"]
     top_k: Int[Array, " R"]
     min_p: Float[Array, " R"]
     stop: Int[Array, "R K"]
-    enough: Int[Array, " 1"]
-    table: Int[Array, "R P"]
+
+
+@struct.dataclass
+class PageTables:
+    """Where the keys and values of each row lie.
+
+    Attributes:
+      own: int32 [R, P], the row's own pages.
+      base: int32 [R], how many tokens before its own the row reads from pages its block shares.
+      shared: int32 [B, Q], the pages that each R / B rows share; [1, 0] where none do.
+    """
+
+    own: Int[Array, "R P"]
     base: Int[Array, " R"]
     shared: Int[Array, "B Q"]
 
 
 @struct.dataclass
-class Drawn:
+class DecodeInputs:
+    """What a decode chunk knows of its rows; made anew by the host for each chunk.
+
+    Attributes:
+      carry: Where each row stands.
+      sampling: How it draws.
+      tables: Its pages, for all tokens that the chunk may write.
+      min_active: int32 [1], the chunk ends once no more rows than these are active.
+      adjustments: Changes to the logits; None: there are none.
+    """
+
+    carry: DecodeCarry
+    sampling: RowSampling
+    tables: PageTables
+    min_active: Int[Array, " 1"]
+    adjustments: Adjustments | None = None
+
+
+@struct.dataclass
+class DecodeOutput:
     """What a decode chunk drew; R rows, C the chunk's length.
 
     Attributes:
@@ -88,16 +139,6 @@ class Drawn:
     stopped: Bool[Array, " R"]
     records: dict[str, Array]
     steps: Int[Array, " 1"]
-
-
-@struct.dataclass
-class Rest:
-    """What the next chunk of the same rows begins with: fields of `Slots`."""
-
-    token: Int[Array, " R"]
-    position: Int[Array, " R"]
-    active: Bool[Array, " R"]
-    remaining: Int[Array, " R"]
 
 
 def prefill(
@@ -133,104 +174,141 @@ def prefill(
 def decode_chunk(
     params: Params,
     pool: Pool,
-    slots: Slots,
+    inputs: DecodeInputs,
     *,
     config: ModelConfig,
-    chunk: int,
+    options: DecodeOptions,
     filtered: bool,
-    with_routing: bool,
-    attention: Attention,
-    max_support: int = 0,
-    top_logprobs: int = 0,
-) -> tuple[Pool, Drawn, Rest]:
-    """Up to `chunk` decode steps in one loop that ends when few enough rows are active.
+) -> tuple[Pool, DecodeOutput, DecodeCarry]:
+    """Up to `options.chunk` decode steps in one loop that ends when few enough rows are active.
 
     Args:
       params: The weights.
       pool: The KV pool; donated.
-      slots: The rows, and their pages for all tokens that the chunk may write.
-      config: The model; with its layers apart unless pages are read in `place`.
-      chunk: Most steps C.
+      inputs: The rows.
+      config: The model; with its layers unstacked unless attention is `paged`.
+      options: What to compile for.
       filtered: Whether any row cuts its distribution (spares the sort where none does).
-      with_routing: Whether to return the experts of each fed token.
-      attention: How steps reach the pages.
-      max_support: Most tokens that a row which cuts its distribution keeps, and returns; 0: any
-        number, and none are returned.
-      top_logprobs: How many of the likeliest tokens to return with each.
 
     Returns:
       The pool, what was drawn, and what is left to do.
     """
-    keys = row_keys(slots.ids)
-    rows = slots.token.shape[0]
-    blank = jnp.broadcast_to((slots.token * 0)[:, None], (rows, chunk))
-    cut = (slots.top_p < 1) | (slots.top_k > 0) | (slots.min_p > 0)
-    cut &= slots.temperature > 0
-    scale = jnp.where(slots.temperature > 0, slots.temperature, 1.0)[:, None]
-    start = slots.position - slots.base  # places in a row's own pages
-    cache: Any = pool
-    if attention == "copy":
-        cache = gather_rows(pool, slots.table, start)
-        blocks, most = slots.shared.shape
-        filled = jnp.max(slots.base.reshape(blocks, -1), axis=1)
-        shared: Kept = gather_rows(pool, slots.shared, filled) if most else {}
+    keys = row_keys(inputs.sampling.key)
+    first, tables = inputs.carry, inputs.tables
+    cache, shared = _cache(pool, inputs, options)
 
-    def attend(position: Array, active: Array) -> Attend:
-        if attention == "copy":
-            return row_attention(position[:, None], active[:, None], slots.base, shared)
-        if attention == "native":
-            return native_attention(slots.table, position, active)
-        return paged_attention(slots.table, position[:, None], active[:, None])
-
-    def step(carry: tuple) -> tuple:
-        i, cache, token, position, active, drawn = carry
+    def step(state: tuple) -> tuple:
+        i, cache, token, position, active, output = state
         hidden, cache, router = hidden_states(
             params,
             config,
             token[:, None],
             position[:, None],
-            attend(position, active),
+            _attend(tables, shared, position, active, options.attention),
             cache=cache,
             counted=active[:, None],
         )
         with jax.named_scope("sampling"):
-            z = output_logits(params, config, hidden[:, 0]) / scale
-            kept = keep_mask(z, slots.top_p, slots.top_k, slots.min_p) if filtered else None
-            now: dict[str, Array] = {}
-            if router is not None and with_routing:
-                now["routing"] = router.experts[:, 0]
-            if kept is not None and max_support:
-                kept, now["support"] = likeliest(z, kept, cut, max_support)
-            if top_logprobs:
-                top = jax.lax.top_k(jax.nn.log_softmax(z, axis=-1), top_logprobs)
-                now["top_logp"], now["top_tokens"] = top
-            new, logp = draw(keys_at(keys, position + 1), z, slots.temperature, kept)
-        stopped = active & jnp.any(new[:, None] == slots.stop, axis=1)
-        count = drawn.count + active
-        drawn = drawn.replace(
-            tokens=drawn.tokens.at[:, i].set(jnp.where(active, new, 0)),
-            logp=drawn.logp.at[:, i].set(jnp.where(active, logp, 0.0)),
+            logits = output_logits(params, config, hidden[:, 0])
+            if inputs.adjustments is not None:
+                logits = adjust(
+                    logits, inputs.adjustments, inputs.sampling.stop, output.tokens, output.count
+                )
+            at = keys_at(keys, position + 1)
+            new, logp, records = _sample(logits, inputs.sampling, at, options, filtered)
+        if router is not None and options.with_routing:
+            records["routing"] = router.experts[:, 0]
+        stopped = active & jnp.any(new[:, None] == inputs.sampling.stop, axis=1)
+        count = output.count + active
+        output = output.replace(
+            tokens=output.tokens.at[:, i].set(jnp.where(active, new, 0)),
+            logp=output.logp.at[:, i].set(jnp.where(active, logp, 0.0)),
             count=count,
-            stopped=drawn.stopped | stopped,
-            records={name: drawn.records[name].at[:, i].set(x) for name, x in now.items()},
-            steps=drawn.steps + 1,
+            stopped=output.stopped | stopped,
+            records={name: output.records[name].at[:, i].set(x) for name, x in records.items()},
+            steps=output.steps + 1,
         )
-        active = active & ~stopped & (count < slots.remaining)
-        return i + 1, cache, new, position + 1, active, drawn
+        active = active & ~stopped & (count < first.remaining)
+        return i + 1, cache, new, position + 1, active, output
+
+    expert_axes = vary_over(params)  # over these, devices exchange their tokens for experts
+
+    def more(state: tuple) -> Array:
+        i, _, _, _, active, _ = state
+        more_rows = jnp.sum(active) > inputs.min_active[0]
+        return (i < options.chunk) & true_anywhere(more_rows, expert_axes)
+
+    output = _blank_output(first.token, config, options, filtered)
+    state = (jnp.int32(0), cache, first.token, first.position, first.active, output)
+    _, cache, token, position, active, output = jax.lax.while_loop(more, step, state)
+    if options.attention == "gathered":
+        steps = jnp.arange(options.chunk)
+        place = (first.position - tables.base)[:, None] + steps
+        written = steps < output.count[:, None]
+        cache = scatter_tokens(pool, cache, tables.own, place, written)
+    rest = DecodeCarry(token, position, active, first.remaining - output.count)
+    return cache, output, rest
+
+
+def _cache(pool: Pool, inputs: DecodeInputs, options: DecodeOptions) -> tuple[Any, Gathered]:
+    """What the steps read and write, and what blocks of rows read together."""
+    if options.attention != "gathered":
+        return pool, {}
+    tables = inputs.tables
+    own = gather_pages(pool, tables.own, inputs.carry.position - tables.base)
+    blocks, columns = tables.shared.shape
+    filled = jnp.max(tables.base.reshape(blocks, -1), axis=1)
+    return own, gather_pages(pool, tables.shared, filled) if columns else {}
+
+
+def _attend(
+    tables: PageTables, shared: Gathered, position: Array, active: Array, attention: Attention
+) -> Attend:
+    if attention == "gathered":
+        return gathered_attention(position[:, None], active[:, None], tables.base, shared)
+    if attention == "native":
+        return native_attention(tables.own, position, active)
+    return paged_attention(tables.own, position[:, None], active[:, None])
+
+
+def _sample(
+    logits: Array, sampling: RowSampling, keys: Array, options: DecodeOptions, filtered: bool
+) -> tuple[Array, Array, dict[str, Array]]:
+    """The next token of each row, its log-probability, and what is recorded of the step."""
+    z = logits / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
+    kept, records = None, {}
+    if filtered:
+        kept = keep_mask(z, sampling.top_p, sampling.top_k, sampling.min_p)
+        if options.max_support:
+            cut = (sampling.top_p < 1) | (sampling.top_k > 0) | (sampling.min_p > 0)
+            cut &= sampling.temperature > 0
+            kept, records["support"] = likeliest(z, kept, cut, options.max_support)
+    if options.top_logprobs:
+        top = jax.lax.top_k(jax.nn.log_softmax(z, axis=-1), options.top_logprobs)
+        records["top_logp"], records["top_tokens"] = top
+    return *sample_tokens(keys, z, sampling.temperature, kept), records
+
+
+def _blank_output(
+    token: Int[Array, " R"], config: ModelConfig, options: DecodeOptions, filtered: bool
+) -> DecodeOutput:
+    """An empty output, made of an input so that it lies on the same mesh axes."""
+    rows, chunk = token.shape[0], options.chunk
+    blank = jnp.broadcast_to((token * 0)[:, None], (rows, chunk))
 
     def record(dtype: Any, *shape: int) -> Array:
         start = blank.reshape(rows, chunk, *[1] * len(shape)).astype(dtype)
         return jnp.broadcast_to(start, (rows, chunk, *shape))
 
     records = {}
-    if with_routing:
+    if options.with_routing:
         records["routing"] = record(jnp.int32, len(config.mixture_layers), config.top_k)
-    if filtered and max_support:
-        records["support"] = record(jnp.int32, max_support)
-    if top_logprobs:
-        records["top_tokens"] = record(jnp.int32, top_logprobs)
-        records["top_logp"] = record(jnp.float32, top_logprobs)
-    drawn = Drawn(
+    if filtered and options.max_support:
+        records["support"] = record(jnp.int32, options.max_support)
+    if options.top_logprobs:
+        records["top_tokens"] = record(jnp.int32, options.top_logprobs)
+        records["top_logp"] = record(jnp.float32, options.top_logprobs)
+    return DecodeOutput(
         tokens=blank,
         logp=blank.astype(jnp.float32),
         count=blank[:, 0],
@@ -238,18 +316,3 @@ def decode_chunk(
         records=records,
         steps=blank[:1, 0],
     )
-    carry = (jnp.int32(0), cache, slots.token, slots.position, slots.active, drawn)
-    spread = vary_over(params)  # over these, devices meet each other's experts
-
-    def goes_on(carry: tuple) -> Array:
-        i, _, _, _, active, _ = carry
-        return (i < chunk) & true_anywhere(jnp.sum(active) > slots.enough[0], spread)
-
-    carry = jax.lax.while_loop(goes_on, step, carry)
-    _, cache, token, position, active, drawn = carry
-    if attention == "copy":
-        steps = jnp.arange(chunk)
-        written = steps < drawn.count[:, None]
-        cache = scatter_rows(pool, cache, slots.table, start[:, None] + steps, written)
-    rest = Rest(token, position, active, slots.remaining - drawn.count)
-    return cache, drawn, rest

@@ -1,4 +1,4 @@
-"""Host-side accounts of the KV cache's pages: who holds which, and what idle ones still contain."""
+"""Host-side accounts of the KV cache's pages: which are held, and what the others still contain."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
         self._empty = list(range(num_pages - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # named and free, oldest first
         self._count = [0] * num_pages
@@ -42,12 +43,12 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds, the cached ones among them."""
+        """Pages that no page table holds, the cached ones among them."""
         return len(self._empty) + len(self._idle)
 
     @property
     def num_cached(self) -> int:
-        """Pages that nobody holds and that can still be found."""
+        """Pages that no page table holds and that can still be found."""
         return len(self._idle)
 
     def take(self, n: int) -> list[int] | None:
@@ -60,7 +61,7 @@ class PageAllocator:
         return pages
 
     def share(self, pages: list[int]) -> None:
-        """Adds a reference to pages that somebody holds or that are cached."""
+        """Adds a reference to pages that are held or cached."""
         for page in pages:
             if self._count[page] < 1 and page not in self._idle:
                 raise RuntimeError(f"page {page} is free and cannot be shared")

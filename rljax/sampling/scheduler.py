@@ -1,4 +1,4 @@
-"""Host-side plan of one data shard: who waits, who holds a slot, which pages are whose."""
+"""Host-side plan of one data shard: which sequences wait or hold a slot, and their pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import heapq
 import numpy as np
 
 from rljax.sampling.pages import PageAllocator, prefix_keys
-from rljax.sampling.types import SamplingParams
+from rljax.sampling.params import SamplingParams
 
 
 @dataclasses.dataclass(eq=False)
@@ -18,24 +18,22 @@ class Group:
     Attributes:
       index: Place of the prompt in the call.
       prompt: int32 [n].
-      key: seed, prompt id, draw.
       pages: Pages of the prompt's first n-1 tokens, held while a member is decoding; the last of
         them may be partly filled and is copied for each member that will write to it.
       members: Its sequences.
       routing: int32 [n-1, layers, k], of those tokens; None unless asked for.
-      over: Whether its responses were handed out, or nobody wants them any more.
+      over: Whether its responses were yielded or it was cancelled.
     """
 
     index: int
     prompt: np.ndarray
-    key: tuple[int, int, int]
     pages: list[int] | None = None
     members: list[Sequence] = dataclasses.field(default_factory=list)
     routing: np.ndarray | None = None
     over: bool = False
 
     def idle(self) -> bool:
-        """Whether pages are held for nobody who decodes."""
+        """Whether it holds pages of its prompt while none of its members decodes."""
         return self.pages is not None and all(m.slot is None for m in self.members)
 
 
@@ -46,7 +44,7 @@ class Sequence:
     Attributes:
       order: Its place in the order of requests; the youngest has the highest.
       group: The group it belongs to.
-      sample: Which of the group's samples.
+      key: seed, prompt id, draw, sample id: its random key.
       sampling: How it is drawn.
       limit: Most tokens it may draw.
       tokens, logp, versions: What was drawn so far.
@@ -58,7 +56,7 @@ class Sequence:
 
     order: int
     group: Group
-    sample: int
+    key: tuple[int, int, int, int]
     sampling: SamplingParams
     limit: int
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -73,7 +71,12 @@ class Sequence:
         return self.order < other.order
 
     @property
-    def fed(self) -> int:
+    def sample(self) -> int:
+        """Which of the group's samples."""
+        return self.key[3]
+
+    @property
+    def num_computed_tokens(self) -> int:
         """How many tokens must be in the cache before its next decode step."""
         return len(self.group.prompt) + len(self.tokens) - 1
 
@@ -84,7 +87,7 @@ class Sequence:
 
 
 @dataclasses.dataclass
-class Fill:
+class PrefillRequest:
     """Tokens to prefill: `tokens` from position `start` into the pages of `table`."""
 
     tokens: np.ndarray
@@ -99,9 +102,9 @@ class Shard:
     Every decision depends on the requests and their order alone, never on time.
 
     Attributes:
-      slots: Who decodes in each.
+      slots: The sequence that decodes in each; None where none does.
       waiting: A heap, the oldest request first.
-      num_preemptions: How many sequences were put back for want of pages, so far.
+      num_preemptions: How many sequences were preempted for want of pages, so far.
       prefix_hits: How many tokens of prompts were found in cached pages, so far.
     """
 
@@ -125,15 +128,15 @@ class Shard:
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def admit(self, chunk: int) -> tuple[list[Fill], list[tuple[int, int]]]:
+    def admit(self, chunk: int) -> tuple[list[PrefillRequest], list[tuple[int, int]]]:
         """Gives free slots to waiting sequences in their order, as far as pages reach.
 
         Returns:
           What must be prefilled (prompts before continuations), and page copies (source, target)
           to make after it.
         """
-        prompts: list[Fill] = []
-        rest: list[Fill] = []
+        prompts: list[PrefillRequest] = []
+        rest: list[PrefillRequest] = []
         copies: list[tuple[int, int]] = []
         while self.waiting and None in self.slots:
             sequence = self.waiting[0]
@@ -142,7 +145,7 @@ class Shard:
             full = shared_tokens // self.page_size
             partial = shared_tokens % self.page_size > 0
             ahead = min(chunk, sequence.limit - len(sequence.tokens))
-            own = self._pages_for(sequence.fed + ahead) - full
+            own = self._pages_for(sequence.num_computed_tokens + ahead) - full
             hits: list[int] = []
             prompt_pages = 0
             if group.pages is None:
@@ -162,21 +165,25 @@ class Shard:
                 self.prefix_hits += start
                 self._admitted.append(group)
                 if start < shared_tokens:
-                    prompts.append(Fill(group.prompt[start:-1], start, group.pages, group))
+                    prompts.append(
+                        PrefillRequest(group.prompt[start:-1], start, group.pages, group)
+                    )
             self.pages.share(group.pages[:full])
             sequence.pages = group.pages[:full] + taken
             sequence.slot = self.slots.index(None)
             self.slots[sequence.slot] = sequence
-            if sequence.tokens:  # put back before: what it had drawn goes through again
+            if sequence.tokens:  # preempted before: what it had drawn is computed again
                 start = full * self.page_size
                 tokens = np.concatenate([group.prompt, sequence.tokens])[start:-1]
-                rest.append(Fill(tokens.astype(np.int32), start, sequence.pages, sequence))
+                rest.append(
+                    PrefillRequest(tokens.astype(np.int32), start, sequence.pages, sequence)
+                )
             elif partial:
                 copies.append((group.pages[full], taken[0]))
         return prompts + rest, copies
 
     def remember(self) -> None:
-        """Caches the prompts admitted last; their prefill must have been asked for."""
+        """Caches the prompts admitted last; their prefill must have been sent."""
         for group in self._admitted:
             if self._prefix_cache and group.pages is not None:
                 for i, key in enumerate(self._keys(group)):
@@ -191,7 +198,8 @@ class Shard:
     def grow(self, chunk: int) -> None:
         """Gives each active sequence pages for the next chunk.
 
-        Where they run out, the youngest sequence is put back to wait, keeping what it has drawn.
+        Where they run out, the youngest sequence is preempted: it waits, and keeps what it has
+        drawn.
         """
         for sequence in sorted(self.active):
             while sequence.slot is not None:
@@ -206,7 +214,7 @@ class Shard:
                     self.num_preemptions += 1
 
     def reserve(self, tokens: int) -> bool:
-        """Gives all active sequences pages for so many more tokens, if that puts nobody back."""
+        """Gives all active sequences pages for so many more tokens, if that preempts none."""
         missing = [(sequence, self._missing(sequence, tokens)) for sequence in self.active]
         if sum(n for _, n in missing) > self.pages.num_free:
             return False
@@ -217,10 +225,10 @@ class Shard:
     def _missing(self, sequence: Sequence, tokens: int) -> int:
         """Pages that a sequence lacks for so many more tokens, or for those it may still draw."""
         ahead = min(tokens, sequence.limit - len(sequence.tokens))
-        return max(self._pages_for(sequence.fed + ahead) - len(sequence.pages), 0)
+        return max(self._pages_for(sequence.num_computed_tokens + ahead) - len(sequence.pages), 0)
 
     def _reclaim(self) -> bool:
-        """Frees prompt pages held for groups of which nobody decodes."""
+        """Frees prompt pages held for groups of which no member decodes."""
         for sequence in self.waiting:
             if sequence.group.idle():
                 self._release_prompt(sequence.group)
@@ -247,7 +255,7 @@ class Shard:
             self._release_prompt(sequence.group)
 
     def cancel(self, group: Group) -> None:
-        """Drops a group, wherever its members are, and frees its pages."""
+        """Drops a group, its members decoding or waiting, and frees its pages."""
         for member in group.members:
             self._leave(member)
         self.waiting = [s for s in self.waiting if s.group is not group]
@@ -261,4 +269,10 @@ class Shard:
             self._leave(sequence)
         for group in groups.values():
             self._release_prompt(group)
+        self.waiting, self._admitted = [], []
+
+    def reset(self) -> None:
+        """Forgets all sequences and pages, after an error that may have left them inconsistent."""
+        self.pages = PageAllocator(self.pages.num_pages)
+        self.slots = [None] * len(self.slots)
         self.waiting, self._admitted = [], []

@@ -10,7 +10,7 @@ import pytest
 from rljax_kernels import cpu
 from rljax_kernels import grouped_matmul as gmm
 
-from rljax.sampling import cache
+from rljax.sampling import attention
 
 pytestmark = pytest.mark.compiler
 
@@ -102,11 +102,11 @@ def test_decode_attention_is_paged_attention(page, dim, heads, kv_heads, window,
 
     @jax.jit
     def run(pool):
-        return cache.native_attention(table, positions, live)(
+        return attention.native_attention(table, positions, live)(
             q[:, None], k[:, None], v[:, None], 1, pool, **options
         )
 
-    want, after = cache.paged_attention(table, positions[:, None], live[:, None])(
+    want, after = attention.paged_attention(table, positions[:, None], live[:, None])(
         q[:, None], k[:, None], v[:, None], 1, pool, **options
     )
     got, written = run(pool)
@@ -122,8 +122,8 @@ def test_decode_attention_survives_large_scores_and_keeps_a_nan_in_its_row():
     table = jnp.asarray([[0, 1], [2, 3]], jnp.int32)
     positions, live = jnp.asarray([20, 9], jnp.int32), jnp.ones(2, bool)
     q, k, v = (draw(rng, 2, 1, 1, 8) for _ in range(3))
-    run = cache.native_attention(table, positions, live)
-    plain = cache.paged_attention(table, positions[:, None], live[:, None])
+    run = attention.native_attention(table, positions, live)
+    plain = attention.paged_attention(table, positions[:, None], live[:, None])
     for scale in (1.0, 300.0):
         want, _ = plain(q, k, v, 0, pool, scale=scale)
         got, _ = run(q, k, v, 0, pool, scale=scale)
@@ -134,7 +134,7 @@ def test_decode_attention_survives_large_scores_and_keeps_a_nan_in_its_row():
 
 def test_attention_has_no_gradient():
     pool = {"k": jnp.ones((1, 1, 1, 4, 16)), "v": jnp.ones((1, 1, 1, 16, 4))}
-    attend = cache.native_attention(
+    attend = attention.native_attention(
         jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, int), jnp.ones(1, bool)
     )
     x = jnp.ones((1, 1, 1, 4))

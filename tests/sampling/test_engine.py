@@ -12,7 +12,8 @@ import pytest
 from rljax import mesh as meshes
 from rljax import models
 from rljax.monitoring import compilations
-from rljax.sampling import Engine, SamplingParams, cache, generate
+from rljax.sampling import Engine, SamplingParams, generate
+from rljax.sampling.pool import make_pool
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "models"
 SAMPLING = SamplingParams(max_tokens=13, temperature=0.7, stop_token_ids=(1,))
@@ -22,7 +23,7 @@ NATIVE = functools.partial(pytest.param, marks=pytest.mark.compiler)
 
 def make_engine(model, **kwargs):
     config, params = model
-    options = {"slots": 8, "page_size": 4, "max_length": 32, "chunk": 4} | kwargs
+    options = {"slots": 8, "page_size": 4, "max_length": 32, "chunk": 4, "kernels": "off"} | kwargs
     engine = Engine(config, **options)
     engine.load(params, version=0)
     return engine
@@ -55,8 +56,12 @@ _score = jax.jit(
     lambda params, config, tokens, segments, routing, temperature, support: models.score_tokens(
         params,
         config,
-        models.Inputs(tokens, segments=segments, routing=routing, support=support),
+        tokens,
+        None,
+        segments,
         temperature=temperature,
+        routing=routing,
+        support=support,
     ),
     static_argnums=1,
 )
@@ -76,13 +81,13 @@ def test_logprobs_equal_the_trainers_on_a_dense_model(dense, prompts):
 
 
 @pytest.mark.parametrize(
-    "name,native", [("mixture", False), ("latent", False), NATIVE("latent", True)]
+    "name,kernels", [("mixture", "off"), ("latent", "off"), NATIVE("latent", "native")]
 )
 def test_logprobs_equal_the_trainers_on_a_mixture_with_routing_replayed(
-    name, native, prompts, request
+    name, kernels, prompts, request
 ):
     mixture = request.getfixturevalue(name)
-    found = run(make_engine(mixture, with_routing=True, native=native), prompts)
+    found = run(make_engine(mixture, with_routing=True, kernels=kernels), prompts)
     worst, flips, tokens = 0.0, 0.0, 0.0
     for (p, _), response in found.items():
         assert (response.routing[:-1] >= 0).all() and (response.routing[-1] == -1).all()
@@ -95,24 +100,21 @@ def test_logprobs_equal_the_trainers_on_a_mixture_with_routing_replayed(
 
 # Windows of 3 and 5 cross the borders of pages of 4; sequences have up to 30 tokens.
 @pytest.mark.parametrize(
-    "name,native",
+    "name,kernels",
     [
-        ("qwen2_moe_mixed", False),
-        NATIVE("qwen2_moe_mixed", True),
-        ("mixtral_window", False),
-        ("olmoe", False),
-        ("gpt_oss_yarn", False),
-        NATIVE("gpt_oss_yarn", True),
-        ("smollm3_window", False),
-        NATIVE("smollm3", True),
-        ("olmo2", False),
+        ("qwen2_moe_mixed", "off"),
+        NATIVE("qwen2_moe_mixed", "native"),
+        ("mixtral_window", "off"),
+        ("olmoe", "off"),
+        ("gpt_oss_yarn", "off"),
+        NATIVE("gpt_oss_yarn", "native"),
     ],
 )
-def test_logprobs_equal_the_trainers_in_every_mixture_family(name, native, prompts):
+def test_logprobs_equal_the_trainers_in_every_mixture_family(name, kernels, prompts):
     model = models.from_pretrained(GOLDEN / name)
     chosen = [prompts[3], prompts[4]]
     sampling = SamplingParams(max_tokens=13, temperature=0.7)
-    engine = make_engine(model, with_routing=True, slots=4, native=native)
+    engine = make_engine(model, with_routing=True, slots=4, kernels=kernels)
     found = run(engine, chosen, 2, sampling)
     for (p, _), response in found.items():
         assert len(response.tokens) == 13
@@ -177,7 +179,7 @@ def test_a_support_as_large_as_the_set_changes_no_token(dense, prompts, kept):
         np.testing.assert_array_equal(plain[key].tokens, kept[key].tokens)
 
 
-def test_what_else_is_asked_for_survives_put_back_and_stop_strings(dense, prompts, kept):
+def test_what_else_is_asked_for_survives_preemption_and_stop_strings(dense, prompts, kept):
     detokenize = lambda ids: "".join(chr(97 + i) for i in ids)  # noqa: E731
     tight = make_engine(dense, max_support=4, top_logprobs=3, num_pages=11, detokenize=detokenize)
     cut = [dataclasses.replace(params, stop=(detokenize([5]),)) for params in KEPT]
@@ -202,11 +204,11 @@ def test_greedy_is_the_argmax_of_the_full_forward(dense, prompts):
 
 
 @pytest.mark.parametrize(
-    "page_size,exact,native", [(32, True, False), (4, False, False), NATIVE(32, True, True)]
+    "page_size,exact,kernels", [(32, True, "off"), (4, False, "off"), NATIVE(32, True, "native")]
 )
-def test_order_and_neighbours_change_no_bit(mixture, prompts, page_size, exact, native):
+def test_order_and_neighbours_change_no_bit(mixture, prompts, page_size, exact, kernels):
     """Bit for bit where the compiled shapes are equal (one page, prefill bucket and row count)."""
-    options = {"page_size": page_size, "prefill_tokens": 128, "native": native}
+    options = {"page_size": page_size, "prefill_tokens": 128, "kernels": kernels}
     engine = make_engine(mixture, least_rows=8, share=1, **options)
     order = [4, 2, 5, 0, 3, 1]
     first = run(engine, prompts, prompt_ids=range(6), draws=[0] * 6)
@@ -218,7 +220,7 @@ def test_order_and_neighbours_change_no_bit(mixture, prompts, page_size, exact, 
             np.testing.assert_allclose(a.logp, b.logp, rtol=0, atol=0 if exact else 1e-5)
 
 
-def test_put_back_sequences_go_on_where_they_were(mixture, prompts):
+def test_preempted_sequences_go_on_where_they_were(mixture, prompts):
     roomy = run(make_engine(mixture, with_routing=True), prompts)
     tight = make_engine(mixture, num_pages=11, with_routing=True)
     found = run(tight, prompts)
@@ -274,14 +276,14 @@ def test_slots_do_not_matter(dense, prompts):
 
 
 @pytest.mark.parametrize(
-    "options", [{"share": 2}, {"gathered": False}, {"least_rows": 1}, NATIVE({"native": True})]
+    "options", [{"share": 2}, {"gathered": False}, {"least_rows": 1}, NATIVE({"kernels": "native"})]
 )
 def test_how_steps_are_arranged_does_not_matter(mixture, prompts, options):
     plain = run(make_engine(mixture, with_routing=True, share=1, least_rows=8), prompts, 4)
     engine = make_engine(mixture, with_routing=True, **options)
     shared = []
-    send = engine._send
-    engine._send = lambda rows, **a: shared.append(rows.shared) or send(rows, **a)
+    send = engine.runner.send
+    engine.runner.send = lambda rows, *a, **k: shared.append(rows.shared) or send(rows, *a, **k)
     other = run(engine, prompts, 4)
     assert any(shared) == ("share" in options)
     for key, response in plain.items():
@@ -290,14 +292,14 @@ def test_how_steps_are_arranged_does_not_matter(mixture, prompts, options):
         np.testing.assert_array_equal(response.routing, other[key].routing)
 
 
-@pytest.mark.parametrize("options", [NATIVE({"native": True}), {"gathered": False}])
-def test_a_chunk_begins_before_the_host_has_seen_what_the_last_one_drew(dense, prompts, options):
+@pytest.mark.parametrize("options", [NATIVE({"kernels": "native"}), {"gathered": False}])
+def test_a_chunk_begins_before_the_host_has_read_what_the_last_one_drew(dense, prompts, options):
     """And changes nothing: ends, limits, chunks that end early, pages that run out."""
     limits = [SamplingParams(max_tokens=5 + i % 19, stop_token_ids=(1, 0)) for i in range(18)]
     found = {}
     for ahead in (True, False):
         engine = make_engine(dense, slots=18, num_pages=60, chunk=3, **options)
-        waiting, most, send, fetch = [], 0, engine._send, engine._fetch
+        waiting, most, send, fetch = [], 0, engine.runner.send, engine.runner.fetch
 
         def sent(*args, _send=send, _waiting=waiting, **kwargs):
             _waiting.append(_send(*args, **kwargs))
@@ -309,9 +311,9 @@ def test_a_chunk_begins_before_the_host_has_seen_what_the_last_one_drew(dense, p
             assert _waiting.pop(0) is chunk
             return _fetch(chunk)
 
-        engine._send, engine._fetch = sent, fetched
+        engine.runner.send, engine.runner.fetch = sent, fetched
         if not ahead:
-            engine._goes_on = lambda chunk: False
+            engine.loop.can_overlap = lambda chunk: False
         found[ahead] = run(engine, prompts, 3, limits)
         assert most == (2 if ahead else 1)
         assert engine.free_pages == 60
@@ -371,7 +373,7 @@ def test_a_mesh_gives_the_same_with_latent_attention(latent, prompts):
 @pytest.mark.parametrize("dtype,itemsize", [("float32", 4), ("bfloat16", 2)])
 def test_of_latent_attention_only_latent_and_rotary_key_are_paged(latent, dtype, itemsize):
     config = dataclasses.replace(latent[0], dtype=dtype)
-    pool = jax.eval_shape(functools.partial(cache.make_pool, config, num_pages=5, page_size=3))
+    pool = jax.eval_shape(functools.partial(make_pool, config, num_pages=5, page_size=3))
     size = sum(x.size * x.dtype.itemsize for x in pool.values())
     assert size == 5 * 3 * (8 + 4) * itemsize * config.num_layers
 
@@ -380,7 +382,7 @@ def test_a_prompt_is_prefilled_once_and_its_full_pages_are_shared(dense):
     engine = make_engine(dense, chunk=4)
     prompt = np.arange(2, 19)  # 16 tokens to prefill: 4 full pages
     groups = engine.generate([prompt], 4, SamplingParams(max_tokens=4))
-    shard = engine._plan[0]
+    shard = engine._shards[0]
     seen = []
     take = shard.pages.take
     shard.pages.take = lambda n: seen.append(n) or take(n)
@@ -393,7 +395,7 @@ def test_prefill_calls_are_few_and_at_most_half_padding(dense):
     for prompts in range(1, 65):
         sizes, left = [], prompts
         while left > 0:
-            sizes.append(engine._prefill_rows(left, 32))
+            sizes.append(engine.runner.prefill_shapes.rows(left, 32))
             left -= sizes[-1]
         assert set(sizes) <= {4, 16, 64} and len(sizes) <= 4
         assert sum(sizes) < max(2 * prompts, 5)
@@ -444,10 +446,10 @@ def test_samples_differ_and_so_do_draws_but_seeds_repeat(dense):
 def test_the_weights_are_the_trainers_own_buffers(dense):
     _, params = dense
     engine = make_engine(dense)
-    ours, theirs = jax.tree.leaves(engine._params), jax.tree.leaves(params)
+    ours, theirs = jax.tree.leaves(engine.runner.params), jax.tree.leaves(params)
     pointers = [x.unsafe_buffer_pointer() for x in ours]
     assert pointers == [x.unsafe_buffer_pointer() for x in theirs]
-    blocks = engine._decode_params["stacks"][0]  # each layer's part of the same memory
+    blocks = engine.runner._decode_params["stacks"][0]  # each layer's part of the same memory
     for stacked, *layers in zip(
         *map(jax.tree.leaves, (params["stacks"][0][0], *blocks)), strict=True
     ):
@@ -462,13 +464,13 @@ def test_the_weights_are_the_trainers_own_buffers(dense):
 @pytest.mark.parametrize("name", ["dense", "mixture", "latent"])
 def test_native_products_read_the_very_weights_that_were_given(name, request):
     config, params = request.getfixturevalue(name)
-    engine = make_engine((config, params), native=True)
-    (where, *_), *_ = engine._decode_params["stacks"]
+    engine = make_engine((config, params), kernels="native")
+    (where, *_), *_ = engine.runner._decode_params["stacks"]
     given = params["stacks"][0][0]
     for part, weight in (("attention", "o"), ("feed_forward", "gate"), ("feed_forward", "down")):
         held = getattr(where[part][weight], "array", where[part][weight])
         assert held.unsafe_buffer_pointer() == given[part][weight].unsafe_buffer_pointer()
-    output = engine._decode_params["output"].array
+    output = engine.runner._decode_params["output"].array
     assert output is params["embed" if config.tie_embeddings else "output"]
 
 
@@ -480,9 +482,9 @@ def test_responses_carry_the_version_and_versions_only_rise(dense):
         engine.load(dense[1], version=2)
 
 
-@pytest.mark.parametrize("options", [{}, NATIVE({"native": True}), {"gathered": False}])
+@pytest.mark.parametrize("options", [{}, NATIVE({"kernels": "native"}), {"gathered": False}])
 def test_nothing_is_compiled_after_warm_up_nor_lost_over_any_mix(dense, options):
-    """Lengths, limits, kept sets, greedy, shared stems, put-back and cancellation."""
+    """Lengths, limits, kept sets, greedy, shared stems, preemption and cancellation."""
     engine = make_engine(
         dense, prefill_tokens=128, num_pages=14, max_support=5, top_logprobs=2, **options
     )
@@ -527,7 +529,7 @@ def test_nothing_is_compiled_after_warm_up_nor_lost_over_any_mix(dense, options)
 )
 def test_a_bad_prompt_is_refused_in_one_line(dense, prompt, match):
     with pytest.raises(ValueError, match=match) as error:
-        make_engine(dense).generate([np.asarray(prompt, np.int32)], 1, SAMPLING)
+        make_engine(dense).generate([np.asarray(prompt, int)], 1, SAMPLING)
     assert "\n" not in str(error.value)
 
 
@@ -547,10 +549,10 @@ def test_other_bad_requests_are_refused(dense):
         Engine(dense[0], meshes.make(fsdp=8), rules=meshes.TRAIN_RULES)
     with pytest.raises(ValueError, match="needs 9"):
         Engine(dense[0], page_size=4, max_length=32, num_pages=8)
-    with pytest.raises(ValueError, match="native=True is for one cpu device in float32, got 8 cpu"):
-        Engine(dense[0], slots=8, native=True, mesh=meshes.make(data=8))
-    with pytest.raises(ValueError, match="got 1 cpu in bfloat16; leave it off"):
-        Engine(dataclasses.replace(dense[0], dtype="bfloat16"), native=True)
+    with pytest.raises(ValueError, match="for one cpu device in float32, got 8 cpu"):
+        Engine(dense[0], slots=8, kernels="native", mesh=meshes.make(data=8))
+    with pytest.raises(ValueError, match="got 1 cpu in bfloat16; use kernels='auto'"):
+        Engine(dataclasses.replace(dense[0], dtype="bfloat16"), kernels="native")
     with pytest.raises(ValueError, match="max_support=-1 must be 0"):
         Engine(dense[0], max_support=-1)
     with pytest.raises(ValueError, match="top_logprobs=33 must lie between 0 and the vocabulary"):

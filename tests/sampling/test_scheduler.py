@@ -1,4 +1,4 @@
-"""The schedule, on a device that is played by a pool of token ids: what each page should hold."""
+"""The schedule, on a fake device whose pages hold token ids, which each step checks."""
 
 import collections
 import math
@@ -11,7 +11,7 @@ import pytest
 from rljax import mesh as meshes
 from rljax import models
 from rljax.sampling import Engine, SamplingParams
-from rljax.sampling.decode import Drawn, Rest
+from rljax.sampling.decode import DecodeCarry, DecodeOutput
 
 CONFIG = models.decoder(
     vocab_size=32, hidden_size=8, num_layers=1, num_heads=1, head_dim=8, intermediate_size=8
@@ -37,15 +37,20 @@ class Device:
     """Stands in for the engine's programs: pages hold token ids, and each step checks them."""
 
     def __init__(self, engine):
-        self.shards, self.page = engine._shards, engine.page_size
-        self.pool = np.full((self.shards, engine._num_pages, self.page), -1)
+        sizes = engine.runner.sizes
+        self.shards, self.page = sizes.shards, sizes.page_size
+        self.pool = np.full((self.shards, sizes.num_pages, self.page), -1)
         self.prompts = {}
         self.rounds, self.idle_rounds = 0, 0
-        engine._params = engine._decode_params = "none"
-        engine._put = lambda x: x
-        engine._ready_pool = lambda: None
-        engine._prefill, engine._copy = self.prefill, self.copy
-        engine._decode = {False: self.decode, True: self.decode}
+        engine.runner.params = "none"
+        engine.runner.programs = self
+        self.decode = {False: self.decode_chunk, True: self.decode_chunk}
+
+    def put(self, x):
+        return x
+
+    def make_pool(self):
+        return None
 
     def of_shards(self, x):
         return x.reshape(self.shards, len(x) // self.shards, *x.shape[1:])
@@ -58,14 +63,16 @@ class Device:
                     self.pool[s, table[page], offset] = tokens[i]
         return None, None
 
-    def copy(self, pool, source, target):
+    def copy_pages(self, pool, source, target):
         for s, pairs in enumerate(zip(self.of_shards(source), self.of_shards(target), strict=True)):
             for a, b in zip(*pairs, strict=True):
                 if b < self.pool.shape[1]:
                     self.pool[s, b] = self.pool[s, a]
 
-    def decode(self, params, pool, slots):
-        slots = jax.tree.map(self.of_shards, slots)
+    def decode_chunk(self, params, pool, inputs):
+        inputs = jax.tree.map(self.of_shards, inputs)
+        slots, tables = inputs.carry, inputs.tables
+        ids = inputs.sampling.key[..., :4].astype(int)
         rows = slots.token.shape[1]
         tokens = np.zeros((self.shards, rows, CHUNK), np.int32)
         count, stopped = np.zeros((self.shards, rows), int), np.zeros((self.shards, rows), bool)
@@ -74,19 +81,19 @@ class Device:
         for s in range(self.shards):
             table = {}
             for r in np.flatnonzero(slots.active[s]):
-                block = slots.shared[s, r // (rows // slots.shared.shape[1])]
-                table[r] = [*block[: slots.base[s, r] // self.page], *slots.table[s, r]]
-                self.check(s, table[r], slots.ids[s, r], slots.position[s, r], slots.token[s, r])
+                block = tables.shared[s, r // (rows // tables.shared.shape[1])]
+                table[r] = [*block[: tables.base[s, r] // self.page], *tables.own[s, r]]
+                self.check(s, table[r], ids[s, r], slots.position[s, r], slots.token[s, r])
             active = set(table)
-            while steps[s, 0] < CHUNK and len(active) > slots.enough[s, 0]:
+            while steps[s, 0] < CHUNK and len(active) > inputs.min_active[s, 0]:
                 for r in sorted(active):
                     place = slots.position[s, r] + count[s, r]
                     fed = tokens[s, r, count[s, r] - 1] if count[s, r] else slots.token[s, r]
                     self.pool[s, table[r][place // self.page], place % self.page] = fed
-                    new = token_at(slots.ids[s, r], place + 1)
+                    new = token_at(ids[s, r], place + 1)
                     tokens[s, r, count[s, r]] = new
                     count[s, r] += 1
-                    stopped[s, r] = new in slots.stop[s, r]
+                    stopped[s, r] = new in inputs.sampling.stop[s, r]
                     if stopped[s, r] or count[s, r] == slots.remaining[s, r]:
                         active.remove(r)
                         going_on[s, r] = False
@@ -98,7 +105,8 @@ class Device:
         found = (tokens, count, stopped, steps, *rest, slots.remaining - count)
         flat = [x.reshape(-1, *x.shape[2:]) for x in found]
         logp = np.zeros(flat[0].shape, np.float32)
-        return None, Drawn(flat[0], logp, *flat[1:3], records={}, steps=flat[3]), Rest(*flat[4:])
+        output = DecodeOutput(flat[0], logp, *flat[1:3], records={}, steps=flat[3])
+        return None, output, DecodeCarry(*flat[4:])
 
     def check(self, shard, table, ids, position, token):
         """All that was fed before lies where the page table says."""
@@ -130,22 +138,22 @@ def ask(engine, device, prompts, g, sampling, draw=0):
 def test_ten_thousand_requests_are_each_answered_once_and_leave_all_pages_free(
     shards, calls, gathered
 ):
-    """With pages that are not copied, chunks are sent before the last one has been seen."""
+    """With pages that are not gathered, chunks are sent before the last one has been read."""
     rng = np.random.default_rng(0)
     engine, device = make(num_pages=13, slots=8, shards=shards, gathered=gathered)
     stems = rng.integers(2, 32, (4, 20))
     asked = answered = cancelled = late = 0
     waited = collections.Counter()
-    admit = engine._admit
+    admit = engine.loop.admit
 
     def watch():
         """Counts the rounds that a sequence spends at the head of its queue."""
         admit()
-        for shard in engine._plan:
+        for shard in engine._shards:
             if shard.waiting:
                 waited[id(shard.waiting[0])] += 1
 
-    engine._admit = watch
+    engine.loop.admit = watch
     for call in range(calls):
         waited.clear()
         g = int(rng.integers(1, 5))
@@ -179,7 +187,7 @@ def test_ten_thousand_requests_are_each_answered_once_and_leave_all_pages_free(
         assert not left
         asked += len(prompts) * g
         assert engine.free_pages == 13 * shards
-        # Whoever heads the queue waits for those who decode, each of whom ends in so many rounds.
+        # The head of a queue waits for sequences that decode, each of which ends in so many rounds.
         assert max(waited.values(), default=0) <= 8 * (math.ceil(20 / CHUNK) + 1)
     assert asked == answered + cancelled >= 117 * calls
     if gathered:
@@ -193,7 +201,7 @@ def test_ten_thousand_requests_are_each_answered_once_and_leave_all_pages_free(
     ):
         assert number > 0
     # All pages can be had: cached ones are freed on demand.
-    for shard in engine._plan:
+    for shard in engine._shards:
         assert len(set(shard.pages.take(13))) == 13
     assert engine.cached_pages == 0
 
@@ -207,7 +215,7 @@ def test_a_shard_with_few_rows_does_not_wait_for_the_others():
 
 
 def started(num_pages=64, g=4, count=6):
-    """Six groups of which two have slots, and the first was handed out."""
+    """Six groups of which two have slots, and the first was yielded."""
     engine, device = make(num_pages)
     limits = [2] * g + [18] * g * (count - 1)
     sampling = [SamplingParams(max_tokens=n) for n in limits]
@@ -221,7 +229,7 @@ def state(engine, index):
     members = engine._groups[index].members
     decoding = {m.slot is not None for m in members if not m.finish_reason}
     begun = any(m.tokens for m in members)
-    return "running" if True in decoding else "put back" if begun else "waiting"
+    return "running" if True in decoding else "preempted" if begun else "waiting"
 
 
 @pytest.mark.parametrize("what,index", [("running", 1), ("waiting", 5)])
@@ -240,13 +248,13 @@ def test_a_cancelled_group_is_not_yielded_and_its_pages_are_free(what, index):
     assert engine.free_pages == 64
 
 
-def test_a_cancelled_group_that_was_put_back_is_forgotten():
+def test_a_cancelled_group_that_was_preempted_is_forgotten():
     engine, groups = started(num_pages=16, g=2, count=5)
     gone = {0}
     for group in groups:
         gone.add(group[0].prompt_index)
         back = [
-            i for i in range(5) if not engine._groups[i].over and state(engine, i) == "put back"
+            i for i in range(5) if not engine._groups[i].over and state(engine, i) == "preempted"
         ]
         if back:
             break

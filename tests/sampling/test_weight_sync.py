@@ -9,6 +9,7 @@ import pytest
 
 from rljax import mesh as meshes
 from rljax import models
+from rljax.monitoring import compilations
 from rljax.sampling import Engine, SamplingParams, weight_sync
 
 
@@ -49,7 +50,7 @@ def test_a_sampler_on_other_devices_draws_the_same(mixture, apart, prompts, capl
         return [r for group in groups for r in group]
 
     here = jax.device_put(params, models.shardings(config, samples, meshes.ROLLOUT_RULES))
-    with caplog.at_level(logging.DEBUG, "rljax.sampling.engine"):
+    with caplog.at_level(logging.DEBUG, "rljax.sampling.weight_sync"):
         engine.load(here, version=0)
         expected = responses()
         assert engine.moved == 0 and not caplog.records  # they lay as they should
@@ -62,3 +63,16 @@ def test_a_sampler_on_other_devices_draws_the_same(mixture, apart, prompts, capl
         np.testing.assert_array_equal(got.tokens, want.tokens)
         np.testing.assert_array_equal(got.logp, want.logp)
         assert set(got.version) == {1}
+
+
+def test_weights_of_other_devices_come_again_without_a_compilation(mixture, apart, monkeypatch):
+    monkeypatch.setattr(weight_sync, "CHUNK", 20_000)
+    config, params = mixture
+    trains, samples = apart
+    sent = jax.device_put(params, models.shardings(config, trains))
+    engine = Engine(config, samples, slots=8, page_size=4, max_length=32)
+    engine.load(sent, version=0)
+    before = compilations.count()
+    engine.load(sent, version=1)
+    assert engine.moved > 0
+    assert compilations.count() == before

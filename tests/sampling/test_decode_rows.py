@@ -5,18 +5,18 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rljax.sampling.rows import Shapes, arrange, bucket, buckets
+from rljax.sampling.decode_rows import Shapes, arrange, bucket, buckets
+from rljax.sampling.params import SamplingParams
 from rljax.sampling.scheduler import Group, Sequence
-from rljax.sampling.types import SamplingParams
 
 SHAPES = Shapes(slots=16, least_rows=2, share=4, page_size=4, most_pages=40)
 
 
 def sequences(*sizes, length=9):
     params = SamplingParams(max_tokens=5)
-    groups = [Group(i, np.arange(length), (0, i, 0)) for i in range(len(sizes))]
+    groups = [Group(i, np.arange(length)) for i in range(len(sizes))]
     return [
-        Sequence(0, group, k, params, 5)
+        Sequence(0, group, (0, group.index, 0, k), params, 5)
         for group, n in zip(groups, sizes, strict=True)
         for k in range(n)
     ]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from rljax.models.forward import attend_masked
-from rljax.sampling.cache import gather_rows, paged_attention, row_attention, scatter_rows
+from rljax.sampling.attention import gathered_attention, paged_attention
+from rljax.sampling.pool import gather_pages, scatter_tokens
 
 PAGE, PAGES, ROWS, KV, HEADS, DIM, VALUE = 4, 32, 4, 2, 4, 8, 6
 LENGTHS = np.array([9, 12, 5, 7])  # tokens kept before the new one; the first 4 are shared in pairs
@@ -54,17 +55,17 @@ def test_pages_rows_and_shared_rows_give_plain_attention(latent, window, sinks):
     np.testing.assert_allclose(paged, expected, atol=1e-5)
 
     none = jnp.zeros(ROWS, jnp.int32)
-    own = gather_rows(pool, table, jnp.asarray(LENGTHS))
-    alone, kept = row_attention(positions, live, none, {})(q, *new, 1, own, **options)
+    own = gather_pages(pool, table, jnp.asarray(LENGTHS))
+    alone, kept = gathered_attention(positions, live, none, {})(q, *new, 1, own, **options)
     np.testing.assert_allclose(alone, expected, atol=1e-5)
-    back_in = scatter_rows(pool, kept, table, positions, live)
+    back_in = scatter_tokens(pool, kept, table, positions, live)
     for name in pool:
         np.testing.assert_array_equal(back_in[name][1], written[name][1])
 
     base = none + PAGE  # one page, read once for each pair of rows
-    shared = gather_rows(pool, table[::2, :1], base[::2])
-    own = gather_rows(pool, table[:, 1:], jnp.asarray(LENGTHS) - base)
-    together, _ = row_attention(positions, live, base, shared)(q, *new, 1, own, **options)
+    shared = gather_pages(pool, table[::2, :1], base[::2])
+    own = gather_pages(pool, table[:, 1:], jnp.asarray(LENGTHS) - base)
+    together, _ = gathered_attention(positions, live, base, shared)(q, *new, 1, own, **options)
     np.testing.assert_allclose(together, expected, atol=1e-5)
 
 
@@ -74,8 +75,8 @@ def test_rows_that_are_not_live_write_nothing():
     new = history[:, :1], values[:, :1]
     positions, live = jnp.asarray(LENGTHS)[:, None], jnp.zeros((ROWS, 1), bool)
     _, after = paged_attention(jnp.asarray(TABLE), positions, live)(q, *new, 1, pool, scale=1.0)
-    own = gather_rows(pool, jnp.asarray(TABLE), jnp.asarray(LENGTHS))
-    _, kept = row_attention(positions, live, jnp.zeros(ROWS, jnp.int32), {})(
+    own = gather_pages(pool, jnp.asarray(TABLE), jnp.asarray(LENGTHS))
+    _, kept = gathered_attention(positions, live, jnp.zeros(ROWS, jnp.int32), {})(
         q, *new, 1, own, scale=1.0
     )
     for name in pool:

@@ -1,22 +1,51 @@
-"""Drawing the next token: temperature, kept set, Gumbel noise, log-probability."""
+"""Sampling the next token: random keys, kept set, Gumbel noise, log-probability."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+_THREEFRY = "threefry2x32"
+_LOW = 0 if sys.byteorder == "little" else 1  # the low half of an int64 seen as two uint32
 
-def row_keys(ids: Int[Array, "S 4"]) -> Array:
-    """One random key a row from (seed, prompt id, draw, sample id)."""
+
+def key_words(keys: Sequence[tuple[int, int, int, int]]) -> np.ndarray:
+    """Random keys as the device takes them.
+
+    Args:
+      keys: seed, prompt id, draw and sample id of each; 64 bits with sign, the sample id 31 bits.
+
+    Returns:
+      uint32 [S, 7]: the low halves of all four, then the high halves of the first three.
+    """
+    words = np.asarray(keys, np.int64).reshape(-1, 4).view(np.uint32).reshape(-1, 4, 2)
+    return np.concatenate([words[:, :, _LOW], words[:, :3, 1 - _LOW]], axis=1)
+
+
+def row_keys(words: UInt[Array, "S 7"]) -> Array:
+    """One random key a row from (seed, prompt id, draw, sample id), see `key_words`.
+
+    The high halves are folded in after all low ones, and only where one of them is not 0: keys of
+    31-bit numbers are those of the low halves alone.
+    """
 
     def one(row: Array) -> Array:
-        key = jax.random.key(row[0], impl="threefry2x32")
-        for i in range(1, 4):
-            key = jax.random.fold_in(key, row[i])
-        return key
+        key = jax.random.key(row[0], impl=_THREEFRY)
+        for word in row[1:4]:
+            key = jax.random.fold_in(key, word)
+        wide = key
+        for word in row[4:]:
+            wide = jax.random.fold_in(wide, word)
+        narrow = jnp.all(row[4:] == 0)
+        data = jnp.where(narrow, jax.random.key_data(key), jax.random.key_data(wide))
+        return jax.random.wrap_key_data(data, impl=_THREEFRY)
 
-    return jax.vmap(one)(ids)
+    return jax.vmap(one)(words)
 
 
 def keys_at(keys: Array, positions: Int[Array, " S"]) -> UInt[Array, "S 2"]:
@@ -58,7 +87,7 @@ def keep_mask(
 def likeliest(
     logits: Float[Array, "S V"], kept: Bool[Array, "S V"], cut: Bool[Array, " S"], most: int
 ) -> tuple[Bool[Array, "S V"], Int[Array, "S most"]]:
-    """Cuts kept sets to so few tokens that they can be handed on.
+    """Cuts kept sets to so few tokens that they can be returned.
 
     Args:
       logits: Of the whole vocabulary.
@@ -78,7 +107,7 @@ def likeliest(
     return jnp.where(cut[:, None], inside, kept), ids
 
 
-def draw(
+def sample_tokens(
     keys: UInt[Array, "S 2"],
     logits: Float[Array, "S V"],
     temperature: Float[Array, " S"],

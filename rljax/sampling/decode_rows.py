@@ -86,22 +86,40 @@ class Shapes:
         """Whether chunks of so many rows come with shared pages too."""
         return self.share > 1 and rows % self.share == 0 and rows > self.share
 
-    def every(self) -> Iterator[tuple[int, int, int]]:
-        """All that come up: rows, pages of a row's own, shared pages (0 for none)."""
-        shared = buckets(self._least_pages, self.most_pages, _SHARED_GROWTH)
+    def every(
+        self, most_rows: int | None = None, tokens: int | None = None, prompt: int | None = None
+    ) -> Iterator[tuple[int, int, int]]:
+        """All shapes that come up: rows, pages of a row's own, shared pages (0 for none).
+
+        Args:
+          most_rows: Sequences that decode at once; None: as many as there are slots.
+          tokens: Tokens of the longest sequence; None: as many as its pages hold.
+          prompt: Tokens of the longest prompt; None: as many as the longest sequence has.
+        """
+        rows_limit = self.rows(min(most_rows or self.slots, self.slots))
+        longest = self._pages_of(tokens, self.most_pages)
+        shared_longest = self._pages_of(prompt, longest)
+        shared = buckets(self._least_pages, self.shared_pages(shared_longest), _SHARED_GROWTH)
         for rows in self._row_buckets:
+            if rows > rows_limit:
+                break
             least = self.most_pages if self.exact else self._least_pages
             own = buckets(least, self.most_pages, self._growth(rows))
             for low, pages in zip([0, *own], own, strict=False):
+                if low >= longest:
+                    break
                 yield rows, pages, 0
                 if self.can_share(rows):
                     for low_shared, more in zip([0, *shared], shared, strict=False):
-                        if low + 1 + low_shared + 1 <= self.most_pages:
+                        if low + 1 + low_shared + 1 <= longest:
                             yield rows, pages, more
+
+    def _pages_of(self, tokens: int | None, most: int) -> int:
+        return most if tokens is None else min(-(-tokens // self.page_size), most)
 
 
 @dataclasses.dataclass
-class Rows:
+class DecodeRows:
     """The rows of one chunk.
 
     Attributes:
@@ -120,7 +138,7 @@ class Rows:
                     yield shard, row, sequence
 
 
-def arrange(active: list[list[Sequence]], shapes: Shapes) -> Rows:
+def arrange(active: list[list[Sequence]], shapes: Shapes) -> DecodeRows:
     """Puts the active sequences of each shard into rows, as few as hold them.
 
     Samples of a prompt come in blocks that share its pages where that takes no more rows.
@@ -131,8 +149,8 @@ def arrange(active: list[list[Sequence]], shapes: Shapes) -> Rows:
         whole = any(len(s.group.prompt) > shapes.page_size for part in active for s in part)
         if whole and shapes.share * max(len(b) for b in blocks) <= rows:
             joined = [[s for block in b for s in block] for b in blocks]
-            return Rows([_padded(part, rows) for part in joined], shared=True)
-    return Rows([_padded(list(part), rows) for part in active], shared=False)
+            return DecodeRows([_padded(part, rows) for part in joined], shared=True)
+    return DecodeRows([_padded(list(part), rows) for part in active], shared=False)
 
 
 def _blocks(active: list[Sequence], size: int) -> list[list[Sequence | None]]:

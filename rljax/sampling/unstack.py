@@ -13,14 +13,14 @@ from rljax.models.config import ModelConfig, Stack
 from rljax.models.parameters import Params
 
 
-def apart(config: ModelConfig) -> ModelConfig:
+def unstack_config(config: ModelConfig) -> ModelConfig:
     """The same model with no two layers stacked, so that they run without a loop."""
     stacks = tuple(Stack(s.pattern * s.repeats, 1) for s in config.stacks)
     return dataclasses.replace(config, stacks=stacks, remat=False)
 
 
-def views(params: Params, config: ModelConfig) -> Params:
-    """The parameters of `apart(config)`.
+def unstack_params(params: Params, config: ModelConfig) -> Params:
+    """The parameters of `unstack_config(config)`.
 
     On CPU they are the memory of `params` itself: a loop over stacked layers copies each layer's
     weights out of the stack before it multiplies by them. Elsewhere they are copies.
@@ -50,8 +50,8 @@ def _row(x: Any, i: int) -> jax.Array:
 _PRODUCTS = {"q", "k", "v", "o", "q_down", "q_up", "kv_down", "gate", "up", "down"}
 
 
-def native(params: Params, config: ModelConfig) -> Params:
-    """The result of `views`, its dense products to be made by `rljax_kernels.cpu`.
+def with_kernels(params: Params, config: ModelConfig) -> Params:
+    """The result of `unstack_params`, its dense products to be made by `rljax_kernels.cpu`.
 
     They are the memory of `params` itself. Experts' are left to the model's `expert_backend`.
     """

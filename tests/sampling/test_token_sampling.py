@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.sampling.draw import draw, exponential, keep_mask, keys_at, row_keys
+from rljax.sampling.token_sampling import (
+    exponential,
+    keep_mask,
+    key_words,
+    keys_at,
+    row_keys,
+    sample_tokens,
+)
 
 LOGITS = jnp.log(jnp.array([0.4, 0.3, 0.15, 0.1, 0.05]))
 N = 20_000
@@ -36,7 +43,7 @@ _keep = jax.jit(keep_mask)
 @pytest.mark.parametrize("kept", [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
 def test_frequencies_and_logprobs_are_those_of_the_distribution(kept):
     mask = jnp.broadcast_to(jnp.array(kept, bool), (N, 5))
-    ids = jnp.stack([jnp.zeros(N, jnp.int32), jnp.arange(N), *jnp.zeros((2, N), jnp.int32)], 1)
+    ids = key_words([(0, i, 0, 0) for i in range(N)])
     token, logp = _draw(ids, jnp.broadcast_to(LOGITS, (N, 5)), jnp.ones(N), mask)
     probs = np.where(kept, np.exp(LOGITS), 0)
     probs = probs / probs.sum()
@@ -48,26 +55,41 @@ def test_frequencies_and_logprobs_are_those_of_the_distribution(kept):
     np.testing.assert_allclose(np.exp(logp), probs[np.asarray(token)], rtol=1e-5)
 
 
-_draw = jax.jit(lambda ids, z, t, mask: draw(jax.random.key_data(row_keys(ids)), z, t, mask))
+_draw = jax.jit(
+    lambda ids, z, t, mask: sample_tokens(jax.random.key_data(row_keys(ids)), z, t, mask)
+)
 
 
 def test_greedy_rows_take_the_likeliest_and_report_the_whole_distribution():
     kept = jnp.array([[True, False, False, False, False]])
-    token, logp = draw(jnp.zeros((1, 2), jnp.uint32), LOGITS[None], jnp.zeros(1), kept)
+    token, logp = sample_tokens(jnp.zeros((1, 2), jnp.uint32), LOGITS[None], jnp.zeros(1), kept)
     assert int(token[0]) == 0
     np.testing.assert_allclose(float(logp[0]), np.log(0.4), rtol=1e-6)
 
 
-def test_each_part_of_the_key_matters():
-    ids = jnp.array([[0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
-    data = np.asarray(jax.random.key_data(row_keys(ids)))
-    assert len({tuple(row) for row in data}) == 5
+def test_each_part_of_the_key_matters_in_all_its_64_bits():
+    parts = [0, 1, -1, 2**31, 2**31 - 1, 2**32, 2**63 - 1, -(2**63)]
+    keys = [(0, 0, 0, 0), (0, 0, 0, 1)]
+    keys += [(*[0] * i, part, *[0] * (3 - i)) for i in range(3) for part in parts[1:]]
+    keys += [(0, 5, 2**32 * 7, 0), (0, 5 + 2**32 * 7, 0, 0)]
+    data = np.asarray(jax.random.key_data(row_keys(key_words(keys))))
+    assert len({tuple(row) for row in data}) == len(keys)
+
+
+def test_keys_of_31_bits_are_folded_in_one_after_the_other():
+    keys = [(0, 0, 0, 0), (7, 123456, 2, 5), (2**31 - 1, 2**31 - 1, 2**31 - 1, 3)]
+    data = np.asarray(jax.random.key_data(row_keys(key_words(keys))))
+    for row, (seed, *rest) in zip(data, keys, strict=True):
+        key = jax.random.key(seed, impl="threefry2x32")
+        for part in rest:
+            key = jax.random.fold_in(key, part)
+        np.testing.assert_array_equal(row, jax.random.key_data(key))
+    known = [[683029726, 1624662641], [1560067075, 4089061652], [1848265484, 3785304745]]
+    assert data.tolist() == known
 
 
 def test_the_noise_is_exponential_and_independent_across_rows_places_and_positions():
-    ids = jnp.stack(
-        [jnp.zeros(256, jnp.int32), jnp.arange(256), *jnp.zeros((2, 256), jnp.int32)], 1
-    )
+    ids = key_words([(0, i, 0, 0) for i in range(256)])
     one, next_one = (np.asarray(_noise(ids, jnp.full(256, p)), np.float64) for p in (5, 6))
     uniform = np.exp(-one)
     counts, _ = np.histogram(uniform, 64, (0, 1))
@@ -88,9 +110,7 @@ def test_frequencies_over_a_large_vocabulary():
     logits = jnp.asarray(rng.normal(size=4096) * 2, jnp.float32)
     counts = np.zeros(4096)
     for start in range(0, N, 1000):
-        ids = jnp.stack(
-            [jnp.full(1000, 3), start + jnp.arange(1000), *jnp.zeros((2, 1000), int)], 1
-        )
+        ids = key_words([(3, start + i, 0, 0) for i in range(1000)])
         mask = jnp.ones((1000, 4096), bool)
         token, _ = _draw(ids, jnp.broadcast_to(logits, (1000, 4096)), jnp.ones(1000), mask)
         counts += np.bincount(np.asarray(token), minlength=4096)

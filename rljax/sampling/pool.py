@@ -1,0 +1,140 @@
+"""The KV cache: pages in a pool, and the pages of a chunk's rows gathered out of it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Int
+
+from rljax.errors import InputError
+from rljax.mesh import BATCH_AXES
+from rljax.models.config import LatentAttention, ModelConfig
+
+Pool = dict[str, Array]
+"""`k` [layers, pages, kv_heads, head_dim, page_size] and `v` [layers, pages, kv_heads, page_size,
+head_dim] in the compute dtype; bfloat16 as its bits in uint16, since XLA on CPU scatters bfloat16
+by converting the whole operand. Keys lie with the tokens last, which a step's scores read in order.
+
+Of latent attention there is only `k`, one head that holds the latent and then the rotary key:
+values are the leading part of keys."""
+
+Gathered = dict[str, list[Array]]
+"""Keys [R, kv_heads, head_dim, S] and values [R, kv_heads, S, head_dim] of R rows, an array for
+each layer; in the pool's dtype."""
+
+
+def make_pool(config: ModelConfig, num_pages: int, page_size: int) -> Pool:
+    """An empty KV pool.
+
+    Raises:
+      ValueError: Layers differ in their KV heads, which one pool cannot hold.
+    """
+    shapes = {
+        (("k",), 1, a.kv_rank + a.rope_dim)
+        if isinstance(a, LatentAttention)
+        else (("k", "v"), a.num_kv_heads, a.head_dim)
+        for a in (block.attention for block in config.layers)
+    }
+    if len(shapes) > 1:
+        raise InputError(
+            f"layers differ in (arrays, kv_heads, head_dim) ({sorted(shapes)}); one pool "
+            "holds equal layers only"
+        )
+    names, heads, dim = shapes.pop()
+    page = {"k": (heads, dim, page_size), "v": (heads, page_size, dim)}
+    return {
+        name: to_bits(jnp.zeros((config.num_layers, num_pages, *page[name]), config.dtype))
+        for name in names
+    }
+
+
+def pool_sharding(config: ModelConfig, mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """Pages split over `BATCH_AXES`, and heads over `tensor` where they divide."""
+    heads = jax.eval_shape(lambda: make_pool(config, 1, 1))["k"].shape[2]
+    split = "tensor" if heads % mesh.shape["tensor"] == 0 else None
+    return NamedSharding(mesh, P(None, BATCH_AXES, split))
+
+
+def to_bits(x: Array) -> Array:
+    """A compute dtype as it lies in the pool."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
+
+
+def from_bits(x: Array) -> Array:
+    """The inverse of `to_bits`."""
+    return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
+
+
+def values_of(layer: dict[str, Array], dim: int) -> Array:
+    """Values [R, kv_heads, S, dim] of one layer of what was gathered."""
+    if "v" in layer:
+        return from_bits(layer["v"])
+    return from_bits(layer["k"])[:, :, :dim].swapaxes(2, 3)
+
+
+def copy_pages(pool: Pool, source: Int[Array, " S"], target: Int[Array, " S"]) -> Pool:
+    """Copies pages; a target out of bounds is dropped."""
+    return {n: x.at[:, target].set(x[:, source], mode="drop") for n, x in pool.items()}
+
+
+def take_pages(pool: Pool, layer: Array | int, table: Int[Array, "R P"]) -> dict[str, Array]:
+    """The pages of each row, joined: k [R, kv_heads, head_dim, S], v [R, kv_heads, S, head_dim]."""
+    rows, pages = table.shape
+
+    def join(name: str) -> Array:
+        # k: [R, P, K, d, page_size], v: [R, P, K, page_size, d]
+        x = pool[name].at[layer, table].get(mode="clip")
+        if name == "k":
+            return x.transpose(0, 2, 3, 1, 4).reshape(rows, *x.shape[2:4], pages * x.shape[4])
+        return x.transpose(0, 2, 1, 3, 4).reshape(rows, x.shape[2], -1, x.shape[4])
+
+    return {name: join(name) for name in pool}
+
+
+def put_tokens(
+    pool: Pool, layer: Array | int, new: dict[str, Array], page: Array, offset: Array
+) -> Pool:
+    """Writes tokens [R, t, kv_heads, head_dim] at their page and offset [R, t] in place."""
+    out = dict(pool)
+    for name, x in pool.items():
+        at = x.at[layer, page, :, :, offset] if name == "k" else x.at[layer, page, :, offset]
+        out[name] = at.set(new[name], mode="drop")
+    return out
+
+
+def zero_unseen(layer: dict[str, Array], seen: Bool[Array, "R S"]) -> dict[str, Array]:
+    """Zeros the values that no query may see: pages may hold anything, and 0 · NaN is NaN.
+
+    Keys do no harm, unless values are part of them: scores of what is not seen are replaced.
+    """
+    if "v" in layer:
+        return {**layer, "v": jnp.where(seen[:, None, :, None], layer["v"], 0)}
+    return {"k": jnp.where(seen[:, None, None, :], layer["k"], 0)}
+
+
+def gather_pages(pool: Pool, table: Int[Array, "R P"], filled: Int[Array, " R"]) -> Gathered:
+    """Copies the pages of each row out of the pool, layer by layer; values past `filled` are 0."""
+    layers, page_size = pool["k"].shape[0], pool["k"].shape[4]
+    seen = jnp.arange(table.shape[1] * page_size) < filled[:, None]
+    each = [zero_unseen(take_pages(pool, layer, table), seen) for layer in range(layers)]
+    return {name: [layer[name] for layer in each] for name in pool}
+
+
+def scatter_tokens(
+    pool: Pool, gathered: Gathered, table: Int[Array, "R P"], place: Int[Array, "R C"], live: Array
+) -> Pool:
+    """Writes the tokens at the places [R, C] of each row that are live back into their pages."""
+    num_pages, page_size = pool["k"].shape[1], pool["k"].shape[4]
+    page = jnp.take_along_axis(table, place // page_size, axis=1, mode="clip")
+    page = jnp.where(live, page, num_pages)
+    rows = jnp.arange(table.shape[0])[:, None]
+    for layer in range(pool["k"].shape[0]):
+        new = {}
+        for name in pool:
+            x = gathered[name][layer]
+            at = x.at[rows, :, :, place] if name == "k" else x.at[rows, :, place]
+            new[name] = at.get(mode="clip")  # [R, C, K, d]
+        pool = put_tokens(pool, layer, new, page, place % page_size)
+    return pool
