@@ -1,6 +1,6 @@
 #!/bin/bash
 # One run on several nodes by Slurm: `sbatch experiments/launch/slurm.sh --preset arithmetic ...`,
-# from the repository's root. What stands after the script's name goes to experiments.train; the
+# from the repository's root. Arguments after the script's name go to experiments.train; the
 # same line again continues the run. The processes find each other by what Slurm tells them.
 #SBATCH --job-name=rljax
 #SBATCH --nodes=2
