@@ -56,12 +56,8 @@ _score = jax.jit(
     lambda params, config, tokens, segments, routing, temperature, support: models.score_tokens(
         params,
         config,
-        tokens,
-        None,
-        segments,
+        models.Inputs(tokens, segments=segments, routing=routing, support=support),
         temperature=temperature,
-        routing=routing,
-        support=support,
     ),
     static_argnums=1,
 )
@@ -108,6 +104,9 @@ def test_logprobs_equal_the_trainers_on_a_mixture_with_routing_replayed(
         ("olmoe", "off"),
         ("gpt_oss_yarn", "off"),
         NATIVE("gpt_oss_yarn", "native"),
+        ("smollm3_window", "off"),
+        NATIVE("smollm3", "native"),
+        ("olmo2", "off"),
     ],
 )
 def test_logprobs_equal_the_trainers_in_every_mixture_family(name, kernels, prompts):
