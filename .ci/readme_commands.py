@@ -2,7 +2,8 @@
 
 A command is a fenced ```bash or ```python block right after an HTML comment `<!-- ci: MARK -->`;
 Python is printed as a command that runs it. The marks
-install, test and quickstart are used once over all files; run, any number of times.
+install, test and quickstart are used once over all files; run, any number of times. A block that CI
+cannot run says why: `<!-- ci: skip: REASON -->`.
 
 Usage: readme_commands.py MARK README.md [docs/GUIDE.md ...]
 """
@@ -40,7 +41,7 @@ def marked_commands(text: str) -> dict[str, list[str]]:
         if match["language"] == "python":
             commands = f"python - <<'END_OF_PYTHON'\n{commands}END_OF_PYTHON\n"
         found.setdefault(match["mark"], []).append(commands)
-    comments = _COMMENT.findall(text)
+    comments = [mark for mark in _COMMENT.findall(text) if not mark.startswith("skip: ")]
     for mark in comments:
         if mark not in _MARKS:
             raise ValueError(f"mark {mark!r} is not known; use one of {', '.join(_MARKS)}")

@@ -34,8 +34,8 @@ inline Lanes load(const float* p) { return *reinterpret_cast<const Lanes*>(p); }
 inline void store(float* p, Lanes x) { *reinterpret_cast<Lanes*>(p) = x; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Calls work(i) for all i below `count`, on XLA's threads and on this one. Whoever is free takes
-// the next; threads that come too late find nothing left: nobody waits for one that has not begun.
+// Calls work(i) for all i below `count`, on XLA's threads and on this one. A free thread takes
+// the next; threads that come too late find none left, and no thread waits for one not yet begun.
 template <typename Work>
 void in_parallel(ffi::ThreadPool& pool, int64_t count, const Work& work) {
   struct State {

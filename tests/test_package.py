@@ -38,3 +38,10 @@ def test_the_library_logs_and_never_prints():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id != "print", f"{file}:{node.lineno}"
+
+
+def test_module_loggers_have_one_name():
+    for file, tree in _trees():
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and "getLogger(" in ast.unparse(node.value):
+                assert ast.unparse(node) == "_log = logging.getLogger(__name__)", f"{file}"

@@ -212,7 +212,7 @@ def _run_stage(
 
     The first stage keeps all rows between their rounds: it sends each micro-batch on its way and
     takes it in when the last stage has done with it. All stages run the same program, so the
-    others do as if, and what they run before the first micro-batch has come is read by nobody.
+    others do as if, and what they compute before the first micro-batch has arrived is not used.
     """
     stages, count, repeats = plan.stages, plan.micro_batches, plan.repeats
     stage = jax.lax.axis_index("stage")

@@ -132,7 +132,7 @@ def unshare(
       plan: The plan by which they were laid out.
       x: Results on the shared rows.
       length: T.
-      empty: What stands where nothing comes from.
+      empty: The value where there is no result.
       prompt_too: Whether each response gets its prompt's results as well.
     """
     row = jnp.arange(plan.start.shape[0])

@@ -45,8 +45,8 @@ def claim(directory: Path, config: Config, name: str, own: dict[str, Any]) -> No
       directory: Of the run.
       config: The configuration.
       name: The preset's name, or another name of the run.
-      own: What stands for objects that the caller gave in place of settings, such as the
-        description of an objective; JSON.
+      own: Descriptions, as JSON, of objects that the caller gave in place of settings, such as an
+        objective.
 
     Raises:
       InputError: The directory holds another run, or `resume` does not allow what was found, or

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.models.forward import attend_masked
+from rljax.models.attention import attend_masked
 from rljax.sampling.attention import gathered_attention, paged_attention
 from rljax.sampling.pool import gather_pages, scatter_tokens
 

@@ -135,7 +135,7 @@ class Fields:
             )
 
     def close(self, inert: frozenset[str] | Sequence[str] = _INERT) -> None:
-        """Refuses fields that nobody read, unless they say that something is off.
+        """Refuses fields that were not read, unless they say that something is off.
 
         Raises:
           ValueError: There is one.

@@ -81,14 +81,14 @@ def _weight_files(path: Path) -> list[str]:
     if (path / SINGLE).is_file():
         return [SINGLE]
     others = sorted(f.name for f in path.iterdir() if f.suffix in (".bin", ".pt", ".gguf"))
-    mend = (
+    fix = (
         f"found {others[0]}: give the path of the .gguf file itself"
         if others and others[0].endswith(".gguf")
         else f"found {others[0]}: save it again as safetensors"
         if others
         else "fetch the weights first"
     )
-    raise InputError(f"model folder {path} has no {SINGLE} and no {INDEX}; {mend}")
+    raise InputError(f"model folder {path} has no {SINGLE} and no {INDEX}; {fix}")
 
 
 def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
