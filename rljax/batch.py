@@ -173,7 +173,7 @@ class Rows(struct.PyTreeNode):
       token_weights: 1 over the kept tokens of the optimizer batch: the weight of entropy,
         critic and reported averages.
       correction: c, importance weights and rejections; multiplies the surrogate only.
-      old_logp: By the proximal policy; None: the live policy takes its place (see `Objective.loss`).
+      old_logp: By the proximal policy; None: the live policy is used (see `Objective.loss`).
       rollout_logp: By the behaviour policy.
       ref_logp: By the frozen reference.
       teacher_logp: By a teacher.
