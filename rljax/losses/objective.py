@@ -11,7 +11,7 @@ devices add up to those of the whole.
 """
 
 import dataclasses
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,21 +22,26 @@ from rljax.batch import Batch, Rows
 from rljax.errors import InputError
 from rljax.losses import additions, composition, coupling, reports, value_checks
 from rljax.losses.advantages import Advantage
-from rljax.losses.base import Chain, PolicyOutputs, Step, parts
+from rljax.losses.base import Chain, PolicyOutputs, parts
 from rljax.losses.corrections import Correction
 from rljax.losses.critic import value_loss
 from rljax.losses.masks import Mask
 from rljax.losses.metrics import Metric, Metrics, total
-from rljax.losses.preparation import draft_of, finite, rows_of
+from rljax.losses.preparation import draft_of, finite, remark_on_overflow, rows_of, step_of
 from rljax.losses.ratios import Ratio
-from rljax.losses.regularisers import Regulariser, kl
+from rljax.losses.regularisers import (
+    Regulariser,
+    State,
+    by_name,
+    initial_states,
+    kl,
+    own_state,
+    updated_states,
+)
 from rljax.losses.sequences import SequenceLayout
 from rljax.losses.shaping import Shaping
 from rljax.losses.trust_regions import TrustRegion, policy_gradient
 from rljax.losses.weights import Weights, prompt_mean, token_mean
-
-State: TypeAlias = dict[str, Array]
-"""The state of an objective: of each term that keeps one, as 'term/entry'."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +251,7 @@ class Objective:
         Returns:
           The rows with `batch_stats` set; any cut of them may go to `loss`.
         """
-        step = self.policy(self._step(jax.lax.stop_gradient(outputs), rows))
+        step = self.policy(step_of(jax.lax.stop_gradient(outputs), rows, self.advantage))
         return rows.replace(
             batch_stats=tuple(term.choose(step, key) for term in self._batch_terms())
         )
@@ -260,13 +265,7 @@ class Objective:
         Returns:
           The lines, to be logged as warnings.
         """
-        found = [term.remark(values) for term in self.regularisers]
-        if values.get("reward/overflow_frac", 0.0) > 0:
-            found.append(
-                "rewards are so large that advantages overflow float32: "
-                f"{values['reward/overflow_frac']:.1%} of the responses train on nothing; scale "
-                "the rewards down"
-            )
+        found = [remark_on_overflow(values), *(term.remark(values) for term in self.regularisers)]
         return [line for line in found if line is not None]
 
     def init_state(self) -> State:
@@ -274,8 +273,7 @@ class Objective:
 
         A second term of the same kind is called term_2, and so on. Empty for most objectives.
         """
-        states = ((name, term.init_state()) for name, term in self._by_name())
-        return {f"{name}/{k}": v for name, state in states for k, v in state.items()}
+        return initial_states(self.regularisers)
 
     def update_state(self, state: State, stats: dict[str, Metric]) -> State:
         """The state after an optimizer step.
@@ -287,10 +285,7 @@ class Objective:
         Returns:
           The new state.
         """
-        states = (
-            (name, term.update_state(_own(state, name), stats)) for name, term in self._by_name()
-        )
-        return {f"{name}/{k}": v for name, own in states for k, v in own.items()}
+        return updated_states(self.regularisers, state, stats)
 
     def loss(
         self,
@@ -314,19 +309,19 @@ class Objective:
         Raises:
           ValueError: A field that the objective needs is missing, or shapes disagree.
         """
-        step = self.policy(self._step(outputs, rows))
+        step = self.policy(step_of(outputs, rows, self.advantage))
         if step.surrogate is None:
             step = policy_gradient()(step)
         chosen, state = self._chosen(rows), state or {}
-        for (name, term), tokens in zip(self._by_name(), chosen, strict=True):
-            step = term.surrogate(step.replace(state=_own(state, name)), tokens)
+        for (name, term), tokens in zip(by_name(self.regularisers), chosen, strict=True):
+            step = term.surrogate(step.replace(state=own_state(state, name)), tokens)
         assert step.surrogate is not None
         gain = rows.weights * jax.lax.stop_gradient(rows.correction) * step.surrogate
         if step.gate is not None:
             gain = gain * step.gate
         loss = -total(jnp.where(rows.mask, gain, 0.0))
-        for (name, term), tokens in zip(self._by_name(), chosen, strict=True):
-            penalty = term.penalty(step.replace(state=_own(state, name)), tokens)
+        for (name, term), tokens in zip(by_name(self.regularisers), chosen, strict=True):
+            penalty = term.penalty(step.replace(state=own_state(state, name)), tokens)
             if penalty is not None:
                 weights = rows.weights if term.weighing == "policy" else rows.token_weights
                 loss = loss + total(jnp.where(rows.mask, weights * penalty, 0.0))
@@ -351,16 +346,6 @@ class Objective:
             *critic,
         )
 
-    def _by_name(self) -> list[tuple[str, Regulariser]]:
-        """The regularisers, each with a name of its own."""
-        named: dict[str, Regulariser] = {}
-        for term in self.regularisers:
-            name, number = type(term).__name__, 2
-            while name in named:
-                name, number = f"{type(term).__name__}_{number}", number + 1
-            named[name] = term
-        return list(named.items())
-
     def _batch_terms(self) -> tuple[Any, ...]:
         return tuple(r for r in self.regularisers if r.scope == "batch")
 
@@ -374,36 +359,3 @@ class Objective:
             )
         stats = iter(rows.batch_stats)
         return [next(stats) if r.scope == "batch" else None for r in self.regularisers]
-
-    def _step(
-        self,
-        outputs: PolicyOutputs | Float[Array, "R T"],
-        rows: Rows,
-    ) -> Step:
-        if not isinstance(outputs, PolicyOutputs):
-            outputs = PolicyOutputs(outputs)
-        rows.check()
-        shape = jnp.shape(outputs.logp)
-        if shape != jnp.shape(rows.mask):
-            raise InputError(
-                f"logp must have the rows' shape {jnp.shape(rows.mask)}, got {shape}: "
-                "give one log-probability for each token of the same rows"
-            )
-        logp = jnp.where(rows.mask, outputs.logp, 0.0).astype(jnp.float32)
-        step = Step(
-            rows=rows,
-            layout=SequenceLayout.of(rows),
-            outputs=outputs,
-            logp=logp,
-            advantages=jax.lax.stop_gradient(jnp.where(rows.mask, rows.advantages, 0.0)),
-            state={},
-        )
-        for transform in parts(self.advantage):
-            step = transform.live(step)
-        return step
-
-
-def _own(state: State, name: str) -> State:
-    """The entries of one term, without its name."""
-    start = f"{name}/"
-    return {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
