@@ -33,7 +33,7 @@ def tiny_moe(vocab_size: int = 64) -> ModelConfig:
         intermediate_size=112,
         num_experts=4,
         top_k=2,
-        max_position=512,
+        max_positions=512,
     )
 
 
@@ -77,7 +77,7 @@ def qwen2_5_32b() -> ModelConfig:
 
 def qwen2_5_math_7b() -> ModelConfig:
     """Qwen2.5-Math-7B: the size of the 7B, with short rotary wavelengths and a context of 4096."""
-    return _qwen2_5(3584, 28, 28, 4, 18_944, rope_theta=10_000.0, max_position=4096)
+    return _qwen2_5(3584, 28, 28, 4, 18_944, rope_theta=10_000.0, max_positions=4096)
 
 
 def _qwen2_5(
@@ -88,7 +88,7 @@ def _qwen2_5(
     intermediate_size: int,
     norm_eps: float = 1e-6,
     rope_theta: float = 1e6,
-    max_position: int = 131_072,
+    max_positions: int = 131_072,
 ) -> ModelConfig:
     return decoder(
         vocab_size=152_064,
@@ -105,7 +105,7 @@ def _qwen2_5(
         dtype="bfloat16",
         remat=True,
         family="qwen2",
-        max_position=max_position,
+        max_positions=max_positions,
     )
 
 
@@ -125,7 +125,7 @@ def qwen3_30b_a3b() -> ModelConfig:
         tie_embeddings=False,
         dtype="bfloat16",
         remat=True,
-        max_position=40_960,
+        max_positions=40_960,
     )
 
 
@@ -146,7 +146,7 @@ def llama_3_2_3b() -> ModelConfig:
         dtype="bfloat16",
         remat=True,
         family="llama",
-        max_position=131_072,
+        max_positions=131_072,
     )
 
 
@@ -194,7 +194,7 @@ def _deepseek_v3(
         dtype="bfloat16",
         remat=True,
         family="deepseek_v3",
-        max_position=163_840,
+        max_positions=163_840,
     )
 
 

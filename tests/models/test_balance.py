@@ -58,7 +58,7 @@ def test_the_model_reports_it_for_every_token_with_its_gradient(random_params):
     first, given, grads = both(params)
     assert first.auxiliary is None and given.auxiliary.shape == (2, 6)
     np.testing.assert_array_equal(first.load, models.routed_load(first.experts, 4))
-    # Even shares make the loss 1 whatever the router says, and give it no gradient.
+    # Even shares make the loss 1 whatever the router's scores, and give it no gradient.
     even = jax.jit(lambda p: run(p, jnp.ones((2, 4))).auxiliary)(params)
     np.testing.assert_allclose(even, 1.0, rtol=1e-6)
     assert np.abs(grads["stacks"][0][0]["feed_forward"]["router"]).max() > 1e-4
