@@ -89,9 +89,9 @@ def _refused(config: ModelConfig, programs: ProgramConfig) -> InputError | None:
     if programs.kernels == "native":
         return None
     if programs.gathered is not None:
-        return InputError(f"gathered={programs.gathered} was asked for")
+        return InputError(f"gathered={programs.gathered} was requested")
     if config.expert_backend not in ("auto", "native"):
-        return InputError(f"expert_backend={config.expert_backend!r} was asked for")
+        return InputError(f"expert_backend={config.expert_backend!r} was requested")
     return None
 
 

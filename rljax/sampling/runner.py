@@ -132,6 +132,14 @@ class Runner:
         self._pool, routing = self.programs.prefill(self.params, self._ready_pool(), *arrays)
         return routing
 
+    def score(self, prompt: np.ndarray) -> np.ndarray:
+        """Log-probabilities of a prompt's tokens at temperature 1; 0 for the first."""
+        width = self.prefill_shapes.score_width(len(prompt))
+        tokens, segments = np.zeros((2, self.sizes.shards, width), np.int32)
+        tokens[0, : len(prompt)], segments[0, : len(prompt)] = prompt, 1
+        arrays = (self.programs.put(x) for x in (tokens, segments))
+        return processes.fetch(self.programs.score(self.params, *arrays))[0, : len(prompt)]
+
     def copy_pages(self, of_shard: list[list[tuple[int, int]]]) -> None:
         """Copies pages (source, target) of each shard."""
         pairs = np.zeros((2, self.sizes.shards, self.sizes.slots), np.int32)
