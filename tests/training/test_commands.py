@@ -63,7 +63,6 @@ def base(tmp_path_factory):
         (["--cap=3", "--objective=grpo"], "cap=3.0 means nothing to objective=grpo"),
         (["--objective=dr_grpo", "--mask_truncated=True"], "means nothing to objective=dr_grpo"),
         (["--overlong_max=9", "--objective=dapo"], "longer than max_completion_length=6"),
-        (["--kl_cov=1", "--objective=cispo"], "takes the place of a clipping window"),
         (["--router_bias_update_rate=0.001"], "have no correction bias"),
         (["--lora_rank=2", "--lora_targets=nothing"], "'nothing' names no matrix of the model"),
         (["--objective=distillation"], "distillation needs a teacher"),
