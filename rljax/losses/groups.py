@@ -14,7 +14,7 @@ SPREAD = 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What a group knows, given back to each of its members; f32 [B].
+    """Statistics of a group, one copy for each of its members; f32 [B].
 
     Attributes:
       count: Valid members.
@@ -132,7 +132,7 @@ def scale_of(largest: Float[Array, "..."]) -> Float[Array, "..."]:
     """
     usable = jnp.isfinite(largest) & (largest > 0)
     exponent = jnp.frexp(jnp.where(usable, largest, 1.0))[1]
-    return jnp.ldexp(jnp.float32(1), jnp.clip(exponent - 1, -126, 127))
+    return jnp.ldexp(jnp.float32(1), jnp.clip(exponent - 1, -126, 126))
 
 
 def whiten(

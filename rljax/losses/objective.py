@@ -64,7 +64,7 @@ class Objective:
     Where several are taken, one alone, a tuple or a list will do.
 
     Raises:
-      ValueError: A part stands in the wrong place, or parts do not go together: a correction on
+      ValueError: A part is in the wrong place, or parts cannot be combined: a correction on
         a ratio against the rollout policy, two importance weights, or a term that judges single
         tokens where the policy half couples them.
     """
@@ -94,8 +94,7 @@ class Objective:
     def loss_needs(self) -> frozenset[str]:
         """What `loss` must have, in the rows or the live outputs, by the names of `needs`.
 
-        A field of the rows comes from the batch that `prepare` was given. 'old' may be left out
-        where each batch has one on-policy update: the live policy is then its own anchor.
+        'old' may be left out where a batch gives one on-policy update (see `loss`).
         """
         return frozenset().union(*(t.loss_needs for t in self._transforms()))
 
@@ -116,10 +115,9 @@ class Objective:
 
     @property
     def only_kl(self) -> bool:
-        """Whether nothing but a KL to the reference has a gradient where all advantages are 0.
+        """Whether only a KL to the reference (k2, k3) has a gradient where all advantages are 0.
 
-        If so, and the policy still is the reference, the exact gradient is 0, and what is computed
-        is rounding. k1 as a loss does not qualify: its gradient has the mean 0 but is not 0.
+        If so, and the policy still is the reference, the exact gradient is 0. (k1's is not.)
         """
         others = [r for r in self.regularisers if r.penalises and not isinstance(r, kl)]
         k1 = any(isinstance(r, kl) and r.estimator == "k1" for r in self.regularisers)
@@ -174,9 +172,6 @@ class Objective:
 
     def check_values(self, batch: Batch) -> None:
         """Refuses values that cannot be judged under jit: call it where `prepare` is jitted.
-
-        Reads one number a response on the host: rewards, scores, valid, group, and lengths where
-        rewards are shaped by them.
 
         Args:
           batch: The whole rollout batch, NumPy or JAX arrays known to this process.
@@ -257,14 +252,7 @@ class Objective:
         )
 
     def remarks(self, values: dict[str, float]) -> list[str]:
-        """One line for each part that had no effect, by the finished metrics; usually none.
-
-        Args:
-          values: What `finish` made of the merged metrics of `prepare` and `loss`.
-
-        Returns:
-          The lines, to be logged as warnings.
-        """
+        """One line for each part that had no effect, by the finished metrics of both halves."""
         found = [remark_on_overflow(values), *(term.remark(values) for term in self.regularisers)]
         return [line for line in found if line is not None]
 
@@ -296,7 +284,7 @@ class Objective:
         """The loss of some rows: a sum over tokens, to be added over micro-batches.
 
         Without `rows.old_logp` the live policy is its own anchor: ratios are exactly 1, with the
-        right gradient. That is right for the one on-policy update of a batch and saves a pass.
+        right gradient, which saves a pass where a batch gives one on-policy update.
 
         Args:
           outputs: The live policy's outputs on these rows, or its log-probabilities alone.
