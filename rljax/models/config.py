@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Literal
 
 from rljax.errors import InputError
 
@@ -333,62 +333,3 @@ class ModelConfig:
             ),
             default=0,
         )
-
-
-class DecoderOptions(TypedDict, total=False):
-    """Optional arguments of `decoder`, passed on to `Attention` and to `ModelConfig`."""
-
-    num_kv_heads: int | None
-    head_dim: int | None
-    bias: bool
-    qk_norm: Literal["head", "full"] | None
-    rope_theta: float
-    rope_scaling: RopeScaling | Yarn | None
-    norm_eps: float
-    tie_embeddings: bool
-    dtype: Literal["float32", "bfloat16"]
-    remat: bool
-    family: str | None
-    max_positions: int
-
-
-def decoder(
-    *,
-    vocab_size: int,
-    hidden_size: int,
-    num_layers: int,
-    num_heads: int,
-    intermediate_size: int,
-    num_experts: int = 0,
-    top_k: int = 2,
-    norm_topk_prob: bool = True,
-    **options: Unpack[DecoderOptions],
-) -> ModelConfig:
-    """A decoder whose layers are all equal: dense, or a mixture where `num_experts` > 0.
-
-    Args:
-      vocab_size: As in `ModelConfig`, and so `hidden_size`.
-      hidden_size: Width of the residual stream.
-      num_layers: Number of layers.
-      num_heads: As in `Attention`.
-      intermediate_size: Inner size of the feed-forward; of one expert in a mixture.
-      num_experts: As in `Experts`; 0: the model is dense.
-      top_k: As in `Experts`.
-      norm_topk_prob: As in `Router`.
-      **options: Further fields of `Attention` and `ModelConfig`. By default each head has keys and
-        values of its own, heads share the width, queries and keys are normed by head, the
-        embedding is tied, and the family is of the Qwen3 pair (`qwen3`, `qwen3_moe`).
-    """
-    given: dict[str, Any] = {"qk_norm": "head", "tie_embeddings": True, **options}
-    given["num_kv_heads"] = given.get("num_kv_heads") or num_heads
-    given["head_dim"] = given.get("head_dim") or hidden_size // num_heads
-    given["family"] = given.get("family") or ("qwen3_moe" if num_experts else "qwen3")
-    own = {f.name for f in dataclasses.fields(Attention)} & given.keys()
-    attention = Attention(num_heads=num_heads, **{name: given.pop(name) for name in own})
-    feed_forward = (
-        Experts(num_experts, top_k, intermediate_size, Router(norm_topk_prob))
-        if num_experts
-        else Dense(intermediate_size)
-    )
-    stacks = (Stack((Block(attention, feed_forward),), num_layers),)
-    return ModelConfig(vocab_size=vocab_size, hidden_size=hidden_size, stacks=stacks, **given)

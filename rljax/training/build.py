@@ -27,7 +27,7 @@ from rljax.settings import ProcessSettings
 from rljax.training import run_directory, supervised
 from rljax.training import state as states
 from rljax.training.checkpoints import Checkpoints
-from rljax.training.evaluation import Evaluator, task_name
+from rljax.training.evaluation import Evaluator, evaluation_sampling, task_name
 from rljax.training.first_use import FirstUses
 from rljax.training.learner import make_learner
 from rljax.training.objective_flags import make_objective
@@ -89,6 +89,11 @@ def open_run(
         if processes.is_first():
             log = stack.enter_context(MetricsLog(directory, state.step if restored else None))
         stack.enter_context(jax.set_mesh(policy.mesh))
+        if restored or config.supervised.sft_target <= 0:
+            source.engine.load(policy.weights(state.train), version=state.step)
+        else:  # the supervised warm-up is version 0 as well
+            source.engine.load(state.train.whole, version=0)
+        _warm_up(config, source, asked)
         values: dict[str, float] = {}
         if not restored and config.supervised.sft_target > 0:
             params, values = supervised.warm_up(
@@ -176,6 +181,23 @@ def _make_engine(config: Config, policy: Policy, sampling: SamplingParams) -> En
         max_support=sampler.max_support if sampling.filtered else 0,
         detokenize=policy.tokenizer.decode,
         rules=meshes.read_rules(config.mesh.rollout_rules, meshes.ROLLOUT_RULES),
+    )
+
+
+def _warm_up(config: Config, source: GroupSource, prompts: RunPrompts) -> None:
+    """Compiles what sampling and evaluation will ask of the engine."""
+    evals, sampling = config.evals, source.sampling
+    wanted, most = [sampling], config.responses
+    if prompts.held_out:
+        wanted.append(dataclasses.replace(sampling, temperature=0.0))
+        most = max(most, len(prompts.held_out) * max(evals.eval_k, 1))
+    if prompts.held_out and evals.eval_k:
+        wanted.append(evaluation_sampling(config, sampling))
+    asked = [*prompts.stream.prompts, *prompts.held_out, *prompts.validation]
+    source.engine.warm_up(
+        sampling=wanted,
+        max_prompt_length=max(len(prompt.tokens) for prompt in asked),
+        num_requests=max(most, len(prompts.validation)),
     )
 
 

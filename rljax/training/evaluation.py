@@ -62,13 +62,7 @@ class Evaluator:
         settings = self.config.evals
         if not self.prompts or not settings.eval_k:
             return {}
-        drawn = dataclasses.replace(
-            self.source.sampling,
-            temperature=settings.eval_temperature,
-            top_p=settings.eval_top_p,
-            top_k=0,
-            min_p=0.0,
-        )
+        drawn = evaluation_sampling(self.config, self.source.sampling)
         return self._evaluate(drawn, settings.eval_k, on_progress)
 
     def _evaluate(
@@ -85,6 +79,17 @@ class Evaluator:
             on_progress=on_progress,
         )
         return values | {"perf/eval_s": time.perf_counter() - started}
+
+
+def evaluation_sampling(config: Config, sampling: SamplingParams) -> SamplingParams:
+    """How avg@k and pass@k draw, from how training does."""
+    return dataclasses.replace(
+        sampling,
+        temperature=config.evals.eval_temperature,
+        top_p=config.evals.eval_top_p,
+        top_k=0,
+        min_p=0.0,
+    )
 
 
 def task_name(config: Config) -> str:
