@@ -34,21 +34,26 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the tests of slow.txt; refuses a pattern of a collected file that matches none."""
-    patterns = [line.strip() for line in _SLOW.read_text().splitlines() if line[:1] not in "#"]
-    patterns = [pattern for pattern in patterns if pattern]
+    """Marks the tests of slow.txt; refuses a line that matches no test of a file it names."""
+    lines = [line.strip() for line in _SLOW.read_text().splitlines()]
+    patterns = [line for line in lines if line and not line.startswith("#")]
     unused = set(patterns)
     for item in items:
-        for pattern in patterns:
-            if fnmatch.fnmatchcase(item.nodeid, pattern.replace("[", "[[]")):
-                item.add_marker(pytest.mark.slow)
-                unused.discard(pattern)
-    if any("::" in argument or argument == "-k" for argument in config.invocation_params.args):
-        return  # only a part of the files was asked for
+        found = [p for p in patterns if fnmatch.fnmatchcase(item.nodeid, _escaped(p))]
+        unused.difference_update(found)
+        if found and not found[-1].startswith("!"):
+            item.add_marker(pytest.mark.slow)
+    if any("::" in argument for argument in config.invocation_params.args):
+        return  # only some tests of a file were asked for
     collected = {item.nodeid.split("::")[0] for item in items}
-    stale = sorted(pattern for pattern in unused if pattern.split("::")[0] in collected)
+    stale = sorted(p for p in unused if p.lstrip("!").split("::")[0] in collected)
     if stale:
-        raise pytest.UsageError(f"slow.txt: no test matches {', '.join(stale)}")
+        raise pytest.UsageError(f"{_SLOW.name}: no test matches {', '.join(stale)}")
+
+
+def _escaped(pattern: str) -> str:
+    """The pattern for fnmatch, which would take brackets for sets of characters."""
+    return pattern.lstrip("!").replace("[", "[[]")
 
 
 def pytest_unconfigure() -> None:
