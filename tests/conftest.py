@@ -1,12 +1,14 @@
-"""What every test runs under: eight virtual CPU devices and a compilation cache.
+"""What every test runs under: eight virtual CPU devices, a compilation cache, checked shapes.
 
-All of it is set before jax is imported, and inherited by the processes that tests start.
+All of it is set before jax and rljax are imported, and inherited by the processes that tests start.
 """
 
 import fnmatch
+import importlib.util
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
 
 import pytest
@@ -30,6 +32,15 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _own_cache
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+# Arrays that annotated functions take and return are checked against their annotations.
+_spec = importlib.util.spec_from_file_location(
+    "shape_checks", pathlib.Path(__file__).parent / "shape_checks.py"
+)
+sys.modules["shape_checks"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(sys.modules["shape_checks"])
+sys.modules["shape_checks"].install("rljax", "rljax_kernels")
 
 
 @pytest.hookimpl(tryfirst=True)
