@@ -1,12 +1,14 @@
-"""What every test runs under: eight virtual CPU devices and a compilation cache.
+"""What every test runs under: eight virtual CPU devices, a compilation cache, checked shapes.
 
-All of it is set before jax is imported, and inherited by the processes that tests start.
+All of it is set before jax and rljax are imported, and inherited by the processes that tests start.
 """
 
 import fnmatch
+import importlib.util
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
 
 import pytest
@@ -32,23 +34,37 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
+# Arrays that annotated functions take and return are checked against their annotations.
+_spec = importlib.util.spec_from_file_location(
+    "shape_checks", pathlib.Path(__file__).parent / "shape_checks.py"
+)
+sys.modules["shape_checks"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(sys.modules["shape_checks"])
+sys.modules["shape_checks"].install("rljax", "rljax_kernels")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the tests of slow.txt; refuses a pattern of a collected file that matches none."""
-    patterns = [line.strip() for line in _SLOW.read_text().splitlines() if line[:1] not in "#"]
-    patterns = [pattern for pattern in patterns if pattern]
+    """Marks the tests of slow.txt; refuses a line that matches no test of a file it names."""
+    lines = [line.strip() for line in _SLOW.read_text().splitlines()]
+    patterns = [line for line in lines if line and not line.startswith("#")]
     unused = set(patterns)
     for item in items:
-        for pattern in patterns:
-            if fnmatch.fnmatchcase(item.nodeid, pattern.replace("[", "[[]")):
-                item.add_marker(pytest.mark.slow)
-                unused.discard(pattern)
-    if any("::" in argument or argument == "-k" for argument in config.invocation_params.args):
-        return  # only a part of the files was asked for
+        found = [p for p in patterns if fnmatch.fnmatchcase(item.nodeid, _escaped(p))]
+        unused.difference_update(found)
+        if found and not found[-1].startswith("!"):
+            item.add_marker(pytest.mark.slow)
+    if any("::" in argument for argument in config.invocation_params.args):
+        return  # only some tests of a file were asked for
     collected = {item.nodeid.split("::")[0] for item in items}
-    stale = sorted(pattern for pattern in unused if pattern.split("::")[0] in collected)
+    stale = sorted(p for p in unused if p.lstrip("!").split("::")[0] in collected)
     if stale:
-        raise pytest.UsageError(f"slow.txt: no test matches {', '.join(stale)}")
+        raise pytest.UsageError(f"{_SLOW.name}: no test matches {', '.join(stale)}")
+
+
+def _escaped(pattern: str) -> str:
+    """The pattern for fnmatch, which would take brackets for sets of characters."""
+    return pattern.lstrip("!").replace("[", "[[]")
 
 
 def pytest_unconfigure() -> None:

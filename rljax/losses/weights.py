@@ -51,7 +51,7 @@ class Weights(Transform):
 
     def weigh(
         self, kept: Tokens, keep: Tokens, group: Tokens, layout: SequenceLayout
-    ) -> Float[Array, "B _"]:
+    ) -> Float[Array, "..."]:
         """The weight of kept tokens; other entries are ignored."""
         raise NotImplementedError
 
@@ -62,7 +62,7 @@ class token_mean(Weights):
 
     def weigh(
         self, kept: Tokens, keep: Tokens, group: Tokens, layout: SequenceLayout
-    ) -> Float[Array, "B _"]:
+    ) -> Float[Array, ""]:
         """The weight of kept tokens."""
         return _inverse(kept.sum())
 
@@ -116,7 +116,7 @@ class constant(Weights):
 
     def weigh(
         self, kept: Tokens, keep: Tokens, group: Tokens, layout: SequenceLayout
-    ) -> Float[Array, "B _"]:
+    ) -> Float[Array, ""]:
         """The weight of kept tokens."""
         return _inverse(layout.any(keep).sum()) / self.length
 
