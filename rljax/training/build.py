@@ -78,6 +78,7 @@ def open_run(
     # Programs with collectives in flight at once can wait for each other for ever on CPU devices.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     policy = open_policy(config, lambda: run_alphabet(config, prompts, eval_prompts), mesh)
+    _warn_of_positions(config, policy)
     check_vocabulary(policy.tokenizer, policy.model.vocab_size, config.data.template)
     asked = load_run_prompts(config, policy.tokenizer, prompts, eval_prompts)
     with contextlib.ExitStack() as stack:
@@ -232,6 +233,18 @@ def _restore(
     train = states.create(params, optimizer, objective, policy.mesh, critic_params, on_host)
     train = dataclasses.replace(train, base=base)
     return RunState(train, data=stream.get_state()), False
+
+
+def _warn_of_positions(config: Config, policy: Policy) -> None:
+    """Warns of sequences longer than the model was made for."""
+    longest = config.data.max_prompt_length + config.rollout.max_completion_length
+    if longest > policy.model.max_positions:
+        _log.warning(
+            "max_prompt_length + max_completion_length = %d exceed the model's %d positions "
+            "(max_position_embeddings): log-probabilities beyond them may be poor",
+            longest,
+            policy.model.max_positions,
+        )
 
 
 def _describe(objective: L.Objective) -> str:
