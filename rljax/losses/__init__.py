@@ -24,14 +24,11 @@ from rljax.losses.advantages import (
     Advantage,
     advantage,
     batch_whiten,
-    gae,
     gdpo_normalize,
     group_center,
     group_normalize,
     leave_one_out,
     mean_normalize,
-    returns_to_go,
-    teacher_gap,
     uniform,
 )
 from rljax.losses.base import PolicyOutputs, Step, Transform, chain
@@ -85,6 +82,7 @@ from rljax.losses.regularisers import (
 from rljax.losses.reports import mismatch, staleness
 from rljax.losses.sequences import SequenceLayout
 from rljax.losses.shaping import Shaping, kl_in_reward, soft_overlong
+from rljax.losses.token_advantages import gae, returns_to_go, teacher_gap
 from rljax.losses.trust_regions import (
     TrustRegion,
     cispo_weight,

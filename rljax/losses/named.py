@@ -12,13 +12,10 @@ from inspect import Parameter
 from rljax.errors import InputError
 from rljax.losses.advantages import (
     batch_whiten,
-    gae,
     gdpo_normalize,
     group_center,
     leave_one_out,
     mean_normalize,
-    returns_to_go,
-    teacher_gap,
     uniform,
 )
 from rljax.losses.base import chain
@@ -30,6 +27,7 @@ from rljax.losses.masks import mask_truncated as drop_truncated
 from rljax.losses.objective import Objective
 from rljax.losses.ratios import sequence_ratio, sequence_token_ratio, token_ratio
 from rljax.losses.shaping import kl_in_reward, soft_overlong
+from rljax.losses.token_advantages import gae, returns_to_go, teacher_gap
 from rljax.losses.trust_regions import (
     cispo_weight,
     clip_mask,
