@@ -29,7 +29,6 @@ TERMS = {
     "truncated_is": 2.0, "top_entropy": 0.8, "entropy_coef": 0.01, "entropy_target": 1.0,
     "router_aux_loss_coef": 0.01, "clip_cov": 0.1, "kl_cov": 0.1,
 }  # fmt: skip
-QUICK = {("grpo", "every setting"), ("gspo", "every setting"), ("ppo", "every setting")}
 
 
 def build(name, full, directory):
@@ -71,14 +70,8 @@ def opened(tmp_path_factory):
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-@pytest.mark.parametrize(
-    "name,settings",
-    [
-        pytest.param(name, settings, marks=() if (name, settings) in QUICK else pytest.mark.slow)
-        for name in NAMES
-        for settings in ("its defaults", "every setting")
-    ],
-)
+@pytest.mark.parametrize("settings", ["its defaults", "every setting"])
+@pytest.mark.parametrize("name", NAMES)
 def test_it_trains(opened, name, settings, updates):
     base, found = opened
     settings, objective = build(name, settings == "every setting", base)
