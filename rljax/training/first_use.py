@@ -1,4 +1,4 @@
-"""Compilations that are announced: a program's first use with a shape, and what it took."""
+"""What is told once: compilations at the first use of a shape, and warnings."""
 
 from __future__ import annotations
 
@@ -49,6 +49,12 @@ class FirstUses:
             compiled,
             time.perf_counter() - started,
         )
+
+    def warn(self, line: str) -> None:
+        """Logs a warning the first time that it is given."""
+        if (line, "") not in self._seen:
+            self._seen.add((line, ""))
+            _log.warning("%s", line)
 
     def end_step(self, step: int) -> None:
         """Warns of what a step compiled without announcing it; the first step of a process may.

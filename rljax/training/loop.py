@@ -146,6 +146,8 @@ def report(
     """Logs the metrics of a step and some of its responses, and shows them."""
     if state.step:
         run.learner.first_uses.end_step(state.step)
+        for remark in run.learner.objective.remarks(metrics):
+            run.learner.first_uses.warn(remark)
         metrics = metrics | device_memory() | {"perf/compilations": float(compilations.count())}
     if run.log is not None:
         run.log.log(state.step, metrics)

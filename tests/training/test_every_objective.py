@@ -65,7 +65,8 @@ def opened(tmp_path_factory):
             groups, state, _ = run.sample(state)
             found[critic] = run, state, groups
             teacher = dataclasses.replace(model, vocab_size=run.policy.model.vocab_size)
-            models.save_pretrained(base / "teacher", teacher, run.weights(state))
+            other = models.init(jax.random.key(7), teacher)
+            models.save_pretrained(base / "teacher", teacher, other)
     return base, found
 
 
