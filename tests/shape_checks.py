@@ -39,10 +39,14 @@ def checked(function):
 
 
 def _of_any_kind(hint):
-    """The annotation, met by NumPy's arrays where it says JAX's: only shapes and dtypes count."""
+    """The annotation, met by NumPy's arrays where it says JAX's, and by lists and Python numbers.
+
+    Those are converted by what they are given to; an array must have the shape and dtype.
+    """
     if inspect.isclass(hint) and issubclass(hint, jaxtyping.AbstractArray):
         if hint.array_type is jax.Array:
-            return hint.dtype[jax.Array | np.ndarray | np.generic, hint.dim_str]
+            array = hint.dtype[jax.Array | np.ndarray | np.generic, hint.dim_str]
+            return typing.Union[array, list, int, float]  # noqa: UP007
         return hint
     parts = tuple(_of_any_kind(part) for part in typing.get_args(hint))
     origin = typing.get_origin(hint)
