@@ -82,9 +82,6 @@ def run_jax(config: Config, folder: Path) -> dict[str, Any]:
     from rljax import models
     from rljax.sampling import unstack
 
-    def seconds(since: float) -> float:
-        return time.perf_counter() - since
-
     square = jnp.ones((config.matmul_size, config.matmul_size))
     matmul = jax.jit(jnp.matmul)
     peak = gigaflops(lambda: matmul(square, square).block_until_ready(), config.matmul_size)
@@ -98,57 +95,60 @@ def run_jax(config: Config, folder: Path) -> dict[str, Any]:
         views = unstack.unstack_params(params, model)
         if config.native:
             views = unstack.with_kernels(views, model)
-        held = {"stacked": (model, params), "apart": (unstack.unstack_config(model), views)}
+        decoding = (unstack.unstack_config(model), views)
         for shape in config.shapes:
-            model, params = held["apart" if shape.endswith("x1") else "stacked"]
-            parts = [jnp.asarray(part) for part in batches(config, shape, model.vocab_size)]
-            tokens = sum(part.size for part in parts)
-
-            def forward(params: Any, part: Any, model: Any = model) -> Any:
-                if part.shape[1] == 1:
-                    return models.logits(params, model, part).sum()
-                return models.token_logprobs(params, model, part)[0].sum()
-
-            def add(
-                params: Any, total: Any, part: Any, forward: Any = forward, tokens: int = tokens
-            ) -> Any:
-                gradient = jax.grad(lambda p: forward(p, part) / tokens)(params)
-                return jax.tree.map(jnp.add, total, gradient)
-
-            start = time.perf_counter()
-            value = jax.jit(forward).lower(params, parts[0]).compile()
-            found = {"forward": {"compile_s": seconds(start)}}
-
-            def all_values(value: Any = value, parts: Any = parts, params: Any = params) -> Any:
-                return jax.block_until_ready([value(params, part) for part in parts])
-
-            found["forward"] |= {
-                "value": float(sum(all_values())) / tokens,
-                **timed(all_values, config.repeats, config.warm_up),
-            }
-            if parts[0].shape[1] > 1:
-                zeros = jax.tree.map(jnp.zeros_like, params)
-                start = time.perf_counter()
-                step = jax.jit(add, donate_argnums=1).lower(params, zeros, parts[0]).compile()
-                found["both"] = {"compile_s": seconds(start)}
-
-                def gradient(step: Any = step, parts: Any = parts, params: Any = params) -> Any:
-                    total = jax.tree.map(jnp.zeros_like, params)
-                    for part in parts:
-                        total = step(params, total, part)
-                    return jax.block_until_ready(total)
-
-                norm = sum(float(jnp.vdot(g, g)) for g in jax.tree.leaves(gradient())) ** 0.5
-                found["both"] |= {
-                    "value": norm,
-                    **timed(gradient, config.repeats, config.warm_up),
-                }
-            for kind, times in found.items():
-                times["flops"] = (
-                    (2 if kind == "forward" else 6) * models.count_active(model) * tokens
-                )
-            cases[f"{name} {shape}"] = found
+            held = decoding if shape.endswith("x1") else (model, params)
+            cases[f"{name} {shape}"] = time_case(config, *held, shape)
     return {"peak_gflops": peak, "cases": cases}
+
+
+def time_case(config: Config, model: Any, params: Any, shape: str) -> dict[str, Any]:
+    """Times one model of ours on one shape: forward, and but for decoding with its gradient."""
+    import jax
+    import jax.numpy as jnp
+
+    from rljax import models
+
+    parts = [jnp.asarray(part) for part in batches(config, shape, model.vocab_size)]
+    tokens = sum(part.size for part in parts)
+
+    def forward(params: Any, part: Any) -> Any:
+        if part.shape[1] == 1:
+            return models.logits(params, model, part).sum()
+        return models.token_logprobs(params, model, part)[0].sum()
+
+    def add(params: Any, total: Any, part: Any) -> Any:
+        gradient = jax.grad(lambda p: forward(p, part) / tokens)(params)
+        return jax.tree.map(jnp.add, total, gradient)
+
+    start = time.perf_counter()
+    value = jax.jit(forward).lower(params, parts[0]).compile()
+    found = {"forward": {"compile_s": time.perf_counter() - start}}
+
+    def all_values() -> Any:
+        return jax.block_until_ready([value(params, part) for part in parts])
+
+    found["forward"] |= {
+        "value": float(sum(all_values())) / tokens,
+        **timed(all_values, config.repeats, config.warm_up),
+    }
+    if parts[0].shape[1] > 1:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        start = time.perf_counter()
+        step = jax.jit(add, donate_argnums=1).lower(params, zeros, parts[0]).compile()
+        found["both"] = {"compile_s": time.perf_counter() - start}
+
+        def gradient() -> Any:
+            total = jax.tree.map(jnp.zeros_like, params)
+            for part in parts:
+                total = step(params, total, part)
+            return jax.block_until_ready(total)
+
+        norm = sum(float(jnp.vdot(g, g)) for g in jax.tree.leaves(gradient())) ** 0.5
+        found["both"] |= {"value": norm, **timed(gradient, config.repeats, config.warm_up)}
+    for kind, times in found.items():
+        times["flops"] = (2 if kind == "forward" else 6) * models.count_active(model) * tokens
+    return found
 
 
 def run_torch(config: Config, folder: str) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def step_seconds(config: Config, model: Any, params: Any, rows: int, sampled: bo
 
 def run_ideal(config: Config, model: Any, params: Any) -> dict[str, Any]:
     """The rates that the matmuls and the sampling of ever fewer rows allow, and their seconds."""
-    from rljax.sampling.rows import Shapes
+    from rljax.sampling.decode_rows import Shapes
 
     count = config.prompts * config.generations
     exact = uses_kernels(config, model)

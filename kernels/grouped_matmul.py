@@ -24,7 +24,8 @@ def choose_backend(wanted: Backend | Literal["auto"] = "auto", dtype: Any = jnp.
     `auto` is `ragged` (XLA's ragged_dot) on TPU and GPU. On CPU, where ragged_dot is slow, it is
     `native` (`rljax_kernels.cpu`, in C++) for float32 on one device, where these kernels can be
     built, and `blocks` (batched products of XLA) otherwise. Programs may be compiled for devices
-    of another kind than those at hand: under `jax.set_mesh` the mesh's devices count.
+    of another kind than those at hand: under `jax.set_mesh` the mesh's devices count. `native` has
+    first derivatives only, in reverse mode.
 
     Args:
       wanted: A backend, or `auto`.
@@ -197,7 +198,7 @@ def row_layout(
     fits = max(1, min(-(-math.ceil(mean + 3 * mean**0.5) // 8) * 8, largest, _LARGEST_FIRST))
     first = fits if mean >= 0.5 else 0  # else most groups are empty
     block = min(fits, _BLOCK)
-    # At most so many blocks are needed behind: all rows in one group, or spread over many.
+    # At most so many blocks are needed behind: all rows in one group, or few in each of many.
     behind = min(-(-max(rows - first, 0) // block) if first else rows // block + groups, rows)
     behind = min(behind, groups * -(-(largest - first) // block))
     return RowLayout(groups, groups * first + behind * block, first, block)

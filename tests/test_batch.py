@@ -101,5 +101,41 @@ def test_a_misshapen_field_is_named(rows, field):
         group=jnp.zeros(2, jnp.int32),
         rewards=jnp.zeros(2),
     )
-    with pytest.raises(ValueError, match=rf"^{field} must start with"):
+    with pytest.raises(ValueError, match=rf"^{field} must be"):
         L.grpo(beta=0.0).prepare(batch.replace(**{field: jnp.zeros((3, 2))}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("mask", np.ones((2, 3, 1), bool), r"mask must be \[B, T\] = \(2, 3\) like tokens"),
+        ("support", np.zeros((2, 3), np.int32), r"support must be \[B, T, S\] = \(2, 3, S\)"),
+        ("support", np.zeros((2, 4, 5), np.int32), "support must be"),
+        ("score_components", np.zeros(2), "score_components must be"),
+        ("tokens", np.zeros((2, 3)), "tokens must be of kind int, got float"),
+        ("mask", np.ones((2, 3)), "mask must be of kind bool, got float"),
+        ("group", np.zeros(2), "group must be of kind int, got float"),
+    ],
+)
+def test_ranks_and_kinds_of_a_batch_are_checked(field, value, said):
+    batch = Batch(
+        tokens=np.zeros((2, 3), np.int32),
+        mask=np.ones((2, 3), bool),
+        group=np.zeros(2, np.int32),
+        rewards=np.zeros(2, np.float32),
+    )
+    batch.check()
+    with pytest.raises(ValueError, match=said):
+        batch.replace(**{field: value}).check()
+
+
+def test_rows_are_checked_by_the_loss(rows):
+    logp = rows.old_logp
+    for field, value in (
+        ("support", jnp.zeros((6, 12), jnp.int32)),
+        ("mask", rows.mask[..., None]),
+        ("advantages", rows.advantages[:, :1]),
+        ("weights", rows.mask[:3] * 1.0),
+    ):
+        with pytest.raises(ValueError, match=f"^{field} must be"):
+            L.grpo(beta=0.0).loss(logp, rows.replace(**{field: value}))

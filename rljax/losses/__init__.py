@@ -14,8 +14,9 @@ a new one is a few lines:
     ready, stats = mine.prepare(batch)      # rljax.batch.Batch -> Rows
     loss, stats = mine.loss(logp, ready)    # logp: f32 [B, T]; jit, grad and vmap as usual
 
-A part of one's own is a frozen dataclass that derives from `Advantage`, `Ratio`, `TrustRegion`, ...
-and has a `__call__`; see `notebooks/losses.ipynb`.
+`L.trust_region(fn)` and `L.advantage(fn)` make parts of plain functions; other parts are frozen
+dataclasses that derive from `Ratio`, `Mask`, `Regulariser`, ... and have a `__call__`; see
+`notebooks/losses.ipynb`.
 """
 
 from rljax.losses.additions import SETTINGS, additional
@@ -23,14 +24,11 @@ from rljax.losses.advantages import (
     Advantage,
     advantage,
     batch_whiten,
-    gae,
     gdpo_normalize,
     group_center,
     group_normalize,
     leave_one_out,
     mean_normalize,
-    returns_to_go,
-    teacher_gap,
     uniform,
 )
 from rljax.losses.base import PolicyOutputs, Step, Transform, chain
@@ -84,6 +82,7 @@ from rljax.losses.regularisers import (
 from rljax.losses.reports import mismatch, staleness
 from rljax.losses.sequences import SequenceLayout
 from rljax.losses.shaping import Shaping, kl_in_reward, soft_overlong
+from rljax.losses.token_advantages import gae, returns_to_go, teacher_gap
 from rljax.losses.trust_regions import (
     TrustRegion,
     cispo_weight,
@@ -97,7 +96,13 @@ from rljax.losses.trust_regions import (
     trust_region,
     vespo_weight,
 )
-from rljax.losses.views import describe, table, token_gradient
+from rljax.losses.views import (
+    describe,
+    settings_matrix,
+    settings_table,
+    table,
+    token_gradient,
+)
 from rljax.losses.weights import (
     Weights,
     constant,
@@ -192,6 +197,8 @@ __all__ = [
     "sequence_mean",
     "sequence_ratio",
     "sequence_token_ratio",
+    "settings_matrix",
+    "settings_table",
     "soft_overlong",
     "staleness",
     "supervised",

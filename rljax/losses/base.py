@@ -1,6 +1,6 @@
 """What transforms are and what flows through them.
 
-A transform is a frozen dataclass with a `__call__`, named like the function it stands for, so that
+A transform is a frozen dataclass with a `__call__`, named like a function, so that
 an objective made of them is hashable, prints as the code that made it, and can be a static
 argument of `jax.jit`. Two records flow: `Draft` through `prepare`, on the whole rollout batch, and
 `Step` through `loss`, on any cut of the rows.

@@ -14,7 +14,7 @@ SPREAD = 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What a group knows, given back to each of its members; f32 [B].
+    """Statistics of a group, one copy for each of its members; f32 [B].
 
     Attributes:
       count: Valid members.
@@ -132,7 +132,7 @@ def scale_of(largest: Float[Array, "..."]) -> Float[Array, "..."]:
     """
     usable = jnp.isfinite(largest) & (largest > 0)
     exponent = jnp.frexp(jnp.where(usable, largest, 1.0))[1]
-    return jnp.ldexp(jnp.float32(1), jnp.clip(exponent - 1, -126, 127))
+    return jnp.ldexp(jnp.float32(1), jnp.clip(exponent - 1, -126, 126))
 
 
 def whiten(
@@ -155,13 +155,14 @@ def whiten(
     low = jnp.min(jnp.where(mask, x, jnp.inf), initial=jnp.inf)
     high = jnp.max(jnp.where(mask, x, -jnp.inf), initial=-jnp.inf)
     equal, scale = no_spread(low, high), scale_of(abs_max(low, high))
-    single, x = x * jax.lax.rsqrt(jnp.float32(1 + eps)), x / scale
+    inverse = 1.0 / scale
+    single, x = x * jax.lax.rsqrt(jnp.float32(1 + eps)), x * inverse
     count = mask.sum().astype(jnp.float32)
     mean = x.sum() / jnp.maximum(count, 1.0)
     deviation = jnp.where(mask & ~equal, x - mean, 0.0)
     variance = (deviation**2).sum() / jnp.maximum(count - 1.0, 1.0)
     scaled = deviation if center else x
-    whitened = scaled * jax.lax.rsqrt(variance + eps / scale / scale)
+    whitened = scaled * jax.lax.rsqrt(variance + (eps * inverse) * inverse)
     without_spread = jnp.zeros_like(x) if center else single
     return jnp.where(mask, jnp.where(equal, without_spread, whitened), 0.0)
 

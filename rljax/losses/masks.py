@@ -1,8 +1,8 @@
 """Masks: which responses, or tokens, train. None touches a group's statistics.
 
-Under jit nothing is cut out: dropping means weight 0. With `keep_denominator=False` the dropped
-leave the denominators, and with them every term; with True they stay, and only their surrogate
-goes.
+Under jit nothing is cut out: dropping means weight 0. With `keep_denominator=False` dropped
+tokens leave the denominators and every term; with True they stay in the denominators and only their
+surrogate is dropped.
 """
 
 import dataclasses

@@ -12,13 +12,10 @@ from inspect import Parameter
 from rljax.errors import InputError
 from rljax.losses.advantages import (
     batch_whiten,
-    gae,
     gdpo_normalize,
     group_center,
     leave_one_out,
     mean_normalize,
-    returns_to_go,
-    teacher_gap,
     uniform,
 )
 from rljax.losses.base import chain
@@ -30,6 +27,7 @@ from rljax.losses.masks import mask_truncated as drop_truncated
 from rljax.losses.objective import Objective
 from rljax.losses.ratios import sequence_ratio, sequence_token_ratio, token_ratio
 from rljax.losses.shaping import kl_in_reward, soft_overlong
+from rljax.losses.token_advantages import gae, returns_to_go, teacher_gap
 from rljax.losses.trust_regions import (
     cispo_weight,
     clip_mask,
@@ -46,8 +44,8 @@ from rljax.losses.weights import constant, prompt_mean, sequence_mean, token_mea
 def supervised() -> Objective:
     """Maximum likelihood of the masked tokens, for a supervised warm-up.
 
-    J = log π_t, averaged over tokens. Supply nothing but tokens and mask; `rewards` and `group`
-    are not looked at (zeros will do).
+    J = log π_t, averaged over tokens. Supply tokens and mask; `rewards` and `group`
+    are not used (zeros will do).
     """
     return Objective(uniform(1.0), policy_gradient(), token_mean())
 
@@ -308,7 +306,7 @@ def distillation() -> Objective:
     """On-policy distillation: reverse KL to a teacher on the policy's own samples.
 
     J = r_t·A_t, A_t = sg(log ν_t - log π_t), ν the teacher: its expected gradient is that of
-    -KL(π‖ν), token by token (arXiv:2306.13649). A mean over tokens; rewards are not looked at.
+    -KL(π‖ν), token by token (arXiv:2306.13649). A mean over tokens; rewards are not used.
     Supply old_logp and teacher_logp.
     """
     return Objective(teacher_gap(), chain(token_ratio(), policy_gradient()), token_mean())
@@ -323,7 +321,7 @@ def ppo(
     J = min(r_t·A_t, clip(r_t)·A_t), A_t from generalised advantage estimation, whitened over the
     rollout batch's tokens; a mean over tokens. Critic: ½·max of the squared errors of V and of V
     clipped around its old value, against the returns A + V before whitening. Defaults: ε 0.2, γ 1,
-    λ 0.95. `kl_in_reward` is for those who want the KL in the rewards.
+    λ 0.95. `kl_in_reward` puts the KL into the rewards instead.
     Supply old_logp, values (at the start of the step) and the live values in `PolicyOutputs`. One
     response a prompt is enough.
     """

@@ -11,7 +11,7 @@ devices add up to those of the whole.
 """
 
 import dataclasses
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,21 +22,26 @@ from rljax.batch import Batch, Rows
 from rljax.errors import InputError
 from rljax.losses import additions, composition, coupling, reports, value_checks
 from rljax.losses.advantages import Advantage
-from rljax.losses.base import Chain, PolicyOutputs, Step, parts
+from rljax.losses.base import Chain, PolicyOutputs, parts
 from rljax.losses.corrections import Correction
 from rljax.losses.critic import value_loss
 from rljax.losses.masks import Mask
 from rljax.losses.metrics import Metric, Metrics, total
-from rljax.losses.preparation import draft_of, finite, rows_of
+from rljax.losses.preparation import draft_of, finite, remark_on_overflow, rows_of, step_of
 from rljax.losses.ratios import Ratio
-from rljax.losses.regularisers import Regulariser, kl
+from rljax.losses.regularisers import (
+    Regulariser,
+    State,
+    by_name,
+    initial_states,
+    kl,
+    own_state,
+    updated_states,
+)
 from rljax.losses.sequences import SequenceLayout
 from rljax.losses.shaping import Shaping
 from rljax.losses.trust_regions import TrustRegion, policy_gradient
 from rljax.losses.weights import Weights, prompt_mean, token_mean
-
-State: TypeAlias = dict[str, Array]
-"""The state of an objective: of each term that keeps one, as 'term/entry'."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Objective:
     Where several are taken, one alone, a tuple or a list will do.
 
     Raises:
-      ValueError: A part stands in the wrong place, or parts do not go together: a correction on
+      ValueError: A part is in the wrong place, or parts cannot be combined: a correction on
         a ratio against the rollout policy, two importance weights, or a term that judges single
         tokens where the policy half couples them.
     """
@@ -89,8 +94,7 @@ class Objective:
     def loss_needs(self) -> frozenset[str]:
         """What `loss` must have, in the rows or the live outputs, by the names of `needs`.
 
-        A field of the rows comes from the batch that `prepare` was given. 'old' may be left out
-        where each batch has one on-policy update: the live policy is then its own anchor.
+        'old' may be left out where a batch gives one on-policy update (see `loss`).
         """
         return frozenset().union(*(t.loss_needs for t in self._transforms()))
 
@@ -111,10 +115,9 @@ class Objective:
 
     @property
     def only_kl(self) -> bool:
-        """Whether nothing but a KL to the reference has a gradient where all advantages are 0.
+        """Whether only a KL to the reference (k2, k3) has a gradient where all advantages are 0.
 
-        If so, and the policy still is the reference, the exact gradient is 0, and what is computed
-        is rounding. k1 as a loss does not qualify: its gradient has the mean 0 but is not 0.
+        If so, and the policy still is the reference, the exact gradient is 0. (k1's is not.)
         """
         others = [r for r in self.regularisers if r.penalises and not isinstance(r, kl)]
         k1 = any(isinstance(r, kl) and r.estimator == "k1" for r in self.regularisers)
@@ -169,9 +172,6 @@ class Objective:
 
     def check_values(self, batch: Batch) -> None:
         """Refuses values that cannot be judged under jit: call it where `prepare` is jitted.
-
-        Reads one number a response on the host: rewards, scores, valid, group, and lengths where
-        rewards are shaped by them.
 
         Args:
           batch: The whole rollout batch, NumPy or JAX arrays known to this process.
@@ -246,27 +246,14 @@ class Objective:
         Returns:
           The rows with `batch_stats` set; any cut of them may go to `loss`.
         """
-        step = self.policy(self._step(jax.lax.stop_gradient(outputs), rows))
+        step = self.policy(step_of(jax.lax.stop_gradient(outputs), rows, self.advantage))
         return rows.replace(
             batch_stats=tuple(term.choose(step, key) for term in self._batch_terms())
         )
 
     def remarks(self, values: dict[str, float]) -> list[str]:
-        """One line for each part that had no effect, by the finished metrics; usually none.
-
-        Args:
-          values: What `finish` made of the merged metrics of `prepare` and `loss`.
-
-        Returns:
-          The lines, to be logged as warnings.
-        """
-        found = [term.remark(values) for term in self.regularisers]
-        if values.get("reward/overflow_frac", 0.0) > 0:
-            found.append(
-                "rewards are so large that advantages overflow float32: "
-                f"{values['reward/overflow_frac']:.1%} of the responses train on nothing; scale "
-                "the rewards down"
-            )
+        """One line for each part that had no effect, by the finished metrics of both halves."""
+        found = [remark_on_overflow(values), *(term.remark(values) for term in self.regularisers)]
         return [line for line in found if line is not None]
 
     def init_state(self) -> State:
@@ -274,8 +261,7 @@ class Objective:
 
         A second term of the same kind is called term_2, and so on. Empty for most objectives.
         """
-        states = ((name, term.init_state()) for name, term in self._by_name())
-        return {f"{name}/{k}": v for name, state in states for k, v in state.items()}
+        return initial_states(self.regularisers)
 
     def update_state(self, state: State, stats: dict[str, Metric]) -> State:
         """The state after an optimizer step.
@@ -287,10 +273,7 @@ class Objective:
         Returns:
           The new state.
         """
-        states = (
-            (name, term.update_state(_own(state, name), stats)) for name, term in self._by_name()
-        )
-        return {f"{name}/{k}": v for name, own in states for k, v in own.items()}
+        return updated_states(self.regularisers, state, stats)
 
     def loss(
         self,
@@ -301,7 +284,7 @@ class Objective:
         """The loss of some rows: a sum over tokens, to be added over micro-batches.
 
         Without `rows.old_logp` the live policy is its own anchor: ratios are exactly 1, with the
-        right gradient. That is right for the one on-policy update of a batch and saves a pass.
+        right gradient, which saves a pass where a batch gives one on-policy update.
 
         Args:
           outputs: The live policy's outputs on these rows, or its log-probabilities alone.
@@ -314,19 +297,19 @@ class Objective:
         Raises:
           ValueError: A field that the objective needs is missing, or shapes disagree.
         """
-        step = self.policy(self._step(outputs, rows))
+        step = self.policy(step_of(outputs, rows, self.advantage))
         if step.surrogate is None:
             step = policy_gradient()(step)
         chosen, state = self._chosen(rows), state or {}
-        for (name, term), tokens in zip(self._by_name(), chosen, strict=True):
-            step = term.surrogate(step.replace(state=_own(state, name)), tokens)
+        for (name, term), tokens in zip(by_name(self.regularisers), chosen, strict=True):
+            step = term.surrogate(step.replace(state=own_state(state, name)), tokens)
         assert step.surrogate is not None
         gain = rows.weights * jax.lax.stop_gradient(rows.correction) * step.surrogate
         if step.gate is not None:
             gain = gain * step.gate
         loss = -total(jnp.where(rows.mask, gain, 0.0))
-        for (name, term), tokens in zip(self._by_name(), chosen, strict=True):
-            penalty = term.penalty(step.replace(state=_own(state, name)), tokens)
+        for (name, term), tokens in zip(by_name(self.regularisers), chosen, strict=True):
+            penalty = term.penalty(step.replace(state=own_state(state, name)), tokens)
             if penalty is not None:
                 weights = rows.weights if term.weighing == "policy" else rows.token_weights
                 loss = loss + total(jnp.where(rows.mask, weights * penalty, 0.0))
@@ -351,16 +334,6 @@ class Objective:
             *critic,
         )
 
-    def _by_name(self) -> list[tuple[str, Regulariser]]:
-        """The regularisers, each with a name of its own."""
-        named: dict[str, Regulariser] = {}
-        for term in self.regularisers:
-            name, number = type(term).__name__, 2
-            while name in named:
-                name, number = f"{type(term).__name__}_{number}", number + 1
-            named[name] = term
-        return list(named.items())
-
     def _batch_terms(self) -> tuple[Any, ...]:
         return tuple(r for r in self.regularisers if r.scope == "batch")
 
@@ -374,36 +347,3 @@ class Objective:
             )
         stats = iter(rows.batch_stats)
         return [next(stats) if r.scope == "batch" else None for r in self.regularisers]
-
-    def _step(
-        self,
-        outputs: PolicyOutputs | Float[Array, "R T"],
-        rows: Rows,
-    ) -> Step:
-        if not isinstance(outputs, PolicyOutputs):
-            outputs = PolicyOutputs(outputs)
-        rows.check()
-        shape = jnp.shape(outputs.logp)
-        if shape != jnp.shape(rows.mask):
-            raise InputError(
-                f"logp must have the rows' shape {jnp.shape(rows.mask)}, got {shape}: "
-                "give one log-probability for each token of the same rows"
-            )
-        logp = jnp.where(rows.mask, outputs.logp, 0.0).astype(jnp.float32)
-        step = Step(
-            rows=rows,
-            layout=SequenceLayout.of(rows),
-            outputs=outputs,
-            logp=logp,
-            advantages=jax.lax.stop_gradient(jnp.where(rows.mask, rows.advantages, 0.0)),
-            state={},
-        )
-        for transform in parts(self.advantage):
-            step = transform.live(step)
-        return step
-
-
-def _own(state: State, name: str) -> State:
-    """The entries of one term, without its name."""
-    start = f"{name}/"
-    return {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}

@@ -1,12 +1,17 @@
-"""From a rollout batch to the draft that `prepare` works on, and from that to rows."""
+"""The records of the two halves: batch to draft to rows in `prepare`, rows to step in `loss`."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from rljax.batch import Batch, Rows
+from rljax.errors import InputError
 from rljax.losses import groups, reports
-from rljax.losses.base import Draft
+from rljax.losses.base import Draft, PolicyOutputs, Step, parts
 from rljax.losses.metrics import Mean
+from rljax.losses.sequences import SequenceLayout
 
 
 def draft_of(batch: Batch) -> Draft:
@@ -57,6 +62,17 @@ def finite(draft: Draft) -> Draft:
     return draft.replace(advantages=advantages, stats={**draft.stats, **found})
 
 
+def remark_on_overflow(values: dict[str, float]) -> str | None:
+    """One line where advantages overflowed, by the finished metrics; else None."""
+    share = values.get("reward/overflow_frac", 0.0)
+    if share <= 0:
+        return None
+    return (
+        f"rewards are so large that advantages overflow float32: {share:.1%} of the responses "
+        "train on nothing; scale the rewards down"
+    )
+
+
 def rows_of(draft: Draft) -> Rows:
     """Expands everything to tokens."""
     batch, mask, inside = draft.batch, draft.mask, draft.inside
@@ -92,3 +108,39 @@ def rows_of(draft: Draft) -> Rows:
         routing=batch.routing,
         support=batch.support,
     )
+
+
+def step_of(outputs: PolicyOutputs | Float[Array, "R T"], rows: Rows, advantage: Any) -> Step:
+    """What `loss` works on: live outputs and rows, clean, with the advantages of the live policy.
+
+    Args:
+      outputs: The live policy's outputs on the rows, or its log-probabilities alone.
+      rows: The rows.
+      advantage: The objective's.
+
+    Returns:
+      The step, before the policy half.
+
+    Raises:
+      ValueError: Shapes disagree.
+    """
+    if not isinstance(outputs, PolicyOutputs):
+        outputs = PolicyOutputs(outputs)
+    rows.check()
+    shape = jnp.shape(outputs.logp)
+    if shape != jnp.shape(rows.mask):
+        raise InputError(
+            f"logp must have the rows' shape {jnp.shape(rows.mask)}, got {shape}: "
+            "give one log-probability for each token of the same rows"
+        )
+    step = Step(
+        rows=rows,
+        layout=SequenceLayout.of(rows),
+        outputs=outputs,
+        logp=jnp.where(rows.mask, outputs.logp, 0.0).astype(jnp.float32),
+        advantages=jax.lax.stop_gradient(jnp.where(rows.mask, rows.advantages, 0.0)),
+        state={},
+    )
+    for transform in parts(advantage):
+        step = transform.live(step)
+    return step

@@ -6,7 +6,7 @@ the whole optimizer batch, are in `batch_terms`.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
@@ -17,6 +17,8 @@ from rljax.losses.estimators import Estimator, check_estimator, kl_estimate
 from rljax.losses.metrics import Mean, Metric
 
 Weighing = Literal["policy", "token"]
+State: TypeAlias = dict[str, Array]
+"""The state of an objective: of each term that keeps one, as 'term/entry'."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,3 +223,34 @@ class router_balance(Regulariser):
     def penalty(self, step: Step, chosen: Bool[Array, "R T"] | None) -> Float[Array, "R T"]:
         """What is added to the loss of each token."""
         return self.coef * step.output("router", self)
+
+
+def by_name(terms: tuple[Regulariser, ...]) -> list[tuple[str, Regulariser]]:
+    """Terms, each with a name of its own: that of its class, numbered from the second on."""
+    named: dict[str, Regulariser] = {}
+    for term in terms:
+        name, number = type(term).__name__, 2
+        while name in named:
+            name, number = f"{type(term).__name__}_{number}", number + 1
+        named[name] = term
+    return list(named.items())
+
+
+def own_state(state: State, name: str) -> State:
+    """The entries of one term, without its name."""
+    start = f"{name}/"
+    return {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
+
+
+def initial_states(terms: tuple[Regulariser, ...]) -> State:
+    """The state of all terms that keep one, before the first optimizer step."""
+    states = ((name, term.init_state()) for name, term in by_name(terms))
+    return {f"{name}/{k}": v for name, own in states for k, v in own.items()}
+
+
+def updated_states(terms: tuple[Regulariser, ...], state: State, stats: dict[str, Metric]) -> State:
+    """The state of all terms after an optimizer step with these merged metrics."""
+    states = (
+        (name, term.update_state(own_state(state, name), stats)) for name, term in by_name(terms)
+    )
+    return {f"{name}/{k}": v for name, own in states for k, v in own.items()}

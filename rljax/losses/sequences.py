@@ -1,7 +1,7 @@
 """Sums along a sequence, for padded, packed and context-parallel rows alike.
 
-Transforms never write `sum(axis=-1)`: where rows are packed it would add strangers, and where the
-sequence is cut over devices it would miss the rest.
+Transforms never write `sum(axis=-1)`: where rows are packed it would add other responses, and where
+the sequence is cut over devices it would miss the rest.
 """
 
 import dataclasses

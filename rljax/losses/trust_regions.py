@@ -1,6 +1,6 @@
 """Trust regions: the surrogate J of a token, from ratio and advantage, and gates upon it.
 
-One transform of a chain sets J (without one, `policy_gradient` stands in); gates come before or
+One transform of a chain sets J (without one, `policy_gradient` is used); gates come before or
 after it. At a tie of clipped and unclipped the gradient is the unclipped one.
 """
 

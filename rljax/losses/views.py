@@ -79,7 +79,7 @@ def table() -> str:
     """Sets the named objectives side by side, as a Markdown table, from their code.
 
     Returns:
-      One row an objective, with its defaults; arguments without a default stand as names.
+      One row an objective, with its defaults; arguments without a default are shown by name.
     """
     head = (
         "objective",

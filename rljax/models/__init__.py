@@ -12,7 +12,6 @@ from rljax.models.config import (
     Router,
     Stack,
     Yarn,
-    decoder,
 )
 from rljax.models.critic import abstract_critic, init_critic, token_values
 from rljax.models.files.pretrained import from_pretrained, save_pretrained
@@ -39,7 +38,7 @@ from rljax.models.parameters import (
     path_name,
     shardings,
 )
-from rljax.models.presets import PRESETS
+from rljax.models.presets import PRESETS, decoder
 
 __all__ = [
     "PRESETS",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from rljax.models.parameters import Params
 from rljax.models.rope import rope_frequencies, rotate
 
 
+@runtime_checkable
 class Attend(Protocol):
     """Attention of new queries over whatever keys and values the caller keeps."""
 

@@ -258,11 +258,14 @@ class ModelConfig:
         `rljax_kernels.grouped_matmul`; `auto`: what is fastest on the devices.
       pipeline_repeats: On a mesh with stages: how many pieces of its layers, not neighbours, each
         stage holds of a stack (see `pipeline`). More of them wait less and send more; from two on a
-        piece is recomputed as a whole in the backward pass, whatever `remat` says.
+        piece is recomputed as a whole in the backward pass, whatever the value of `remat`.
       pipeline_rows: Rows that a device has of a micro-batch in the pipeline, as far as they divide;
         fewer of them wait less, and read the weights more often.
       family: The transformers `model_type` whose weight names it is saved under.
-      max_position: The longest sequence it was made for; informative.
+      max_positions: The longest sequence that it was made for (`max_position_embeddings`); longer
+        ones are computed all the same.
+      num_tokens: Ids from this one on have no token: rows that pad the embedding beyond the
+        tokenizer. They are never predicted, in sampling and scoring alike. None: all ids have one.
     """
 
     vocab_size: int
@@ -277,9 +280,15 @@ class ModelConfig:
     pipeline_repeats: int = 1
     pipeline_rows: int = 1
     family: str = "qwen3"
-    max_position: int = 32_768
+    max_positions: int = 32_768
+    num_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        if self.num_tokens is not None and not 1 <= self.num_tokens <= self.vocab_size:
+            raise InputError(
+                f"num_tokens={self.num_tokens} must lie between 1 and vocab_size="
+                f"{self.vocab_size}: further tokens have no embedding; use the model's tokenizer"
+            )
         if self.expert_backend == "native" and self.dtype != "float32":
             raise InputError(
                 f"expert_backend='native' computes in float32, got dtype={self.dtype!r}; "
@@ -324,58 +333,3 @@ class ModelConfig:
             ),
             default=0,
         )
-
-
-def decoder(
-    *,
-    vocab_size: int,
-    hidden_size: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    head_dim: int | None = None,
-    intermediate_size: int,
-    num_experts: int = 0,
-    top_k: int = 2,
-    norm_topk_prob: bool = True,
-    bias: bool = False,
-    qk_norm: Literal["head", "full"] | None = "head",
-    rope_theta: float = 10_000.0,
-    rope_scaling: RopeScaling | Yarn | None = None,
-    norm_eps: float = 1e-6,
-    tie_embeddings: bool = True,
-    dtype: Literal["float32", "bfloat16"] = "float32",
-    remat: bool = False,
-    family: str | None = None,
-    max_position: int = 32_768,
-) -> ModelConfig:
-    """A decoder whose layers are all equal: dense, or a mixture where `num_experts` > 0.
-
-    `intermediate_size` is that of one expert in a mixture. The family defaults to the Qwen3
-    pair (`qwen3`, `qwen3_moe`).
-    """
-    attention = Attention(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads or num_heads,
-        head_dim=head_dim or hidden_size // num_heads,
-        bias=bias,
-        qk_norm=qk_norm,
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-    )
-    feed_forward = (
-        Experts(num_experts, top_k, intermediate_size, Router(norm_topk_prob))
-        if num_experts
-        else Dense(intermediate_size)
-    )
-    return ModelConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        stacks=(Stack((Block(attention, feed_forward),), num_layers),),
-        norm_eps=norm_eps,
-        tie_embeddings=tie_embeddings,
-        dtype=dtype,
-        remat=remat,
-        family=family or ("qwen3_moe" if num_experts else "qwen3"),
-        max_position=max_position,
-    )

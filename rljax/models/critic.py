@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -25,16 +29,23 @@ def init_critic(params: Params, config: ModelConfig, mesh: Mesh | None = None) -
     Returns:
       `{"model": params, "value": [hidden]}`.
     """
+    leaves, structure = jax.tree.flatten(params)
     out = None
     if mesh is not None:
-        laid = jax.tree.map(lambda x: x.sharding, params)
-        out = {"model": laid, "value": meshes.replicated(mesh)}
+        out = tuple(x.sharding for x in leaves), meshes.replicated(mesh)
+    build = _builder(config.hidden_size, out)
+    copies, value = processes.run_serially(build)(tuple(leaves))
+    return {"model": jax.tree.unflatten(structure, copies), "value": value}
 
-    def build(params: Params) -> Params:
-        value = jnp.zeros(config.hidden_size, jnp.float32)
-        return {"model": jax.tree.map(jnp.copy, params), "value": value}
 
-    return processes.run_serially(jax.jit(build, out_shardings=out))(params)
+@functools.lru_cache(maxsize=16)
+def _builder(hidden_size: int, out: Any) -> Callable[[Any], tuple[Any, Array]]:
+    """The program of `init_critic`, kept so that equal models do not compile again."""
+
+    def build(leaves: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
+        return tuple(jnp.copy(x) for x in leaves), jnp.zeros(hidden_size, jnp.float32)
+
+    return jax.jit(build, out_shardings=out)
 
 
 def abstract_critic(config: ModelConfig) -> Params:

@@ -81,7 +81,7 @@ def experts(
     params = jax.tree.map(lambda p: p.astype(x.dtype), params)
     run = functools.partial(gmm.grouped, _STAGES[activation], params=params, laid=laid)
     if laid.first == n:
-        # Every expert has room for all tokens: they need not be moved.
+        # Every expert has a place for each token: they need not be moved.
         out = run(jnp.tile(x, (e, 1)), group_sizes=jnp.full((e,), n, jnp.int32))
         place = jnp.where(chosen < e, chosen * n + jnp.arange(n)[:, None], e * n)
         return _weighed(_rows_at(out, place), weights, x.dtype)
@@ -270,7 +270,7 @@ _STAGES = {"silu": (_gate_and_up, _down_silu), "clamped": (_gate_and_up, _down_c
 
 @jax.custom_vjp
 def _pick_rows(x: Array, index: Array, inverse: Array) -> Array:
-    """x[index], where `inverse` says which output row reads each x row.
+    """x[index], where `inverse` is the output row that reads each x row.
 
     An index out of range gives 0; an inverse out of range belongs to a row that is not read.
     """

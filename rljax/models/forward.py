@@ -16,7 +16,7 @@ from rljax_kernels.cpu import Native
 
 from rljax.mesh import BATCH_AXES, axes_of, constrain_rows, fit, map_shards, varies
 from rljax.models import pipeline
-from rljax.models.attention import Attend, FullAttention, attention, full_attention
+from rljax.models.attention import MASKED_SCORE, Attend, FullAttention, attention, full_attention
 from rljax.models.config import Dense, Experts, ModelConfig, Stack
 from rljax.models.layers import dense, enter, rms_norm
 from rljax.models.mixture import RouterInputs, RouterOutputs, join_outputs, mixture
@@ -63,7 +63,11 @@ def _embed_part(table: Array, tokens: Array, *, dtype: str) -> Array:
 
 
 def output_logits(params: Params, config: ModelConfig, hidden: Array) -> Array:
-    """Logits in float32 [..., V] from final hidden states [..., D]."""
+    """Logits in float32 [..., V] from final hidden states [..., D].
+
+    Inside `shard_map`, V is the device's slice of the vocabulary. Ids without a token
+    (`ModelConfig.num_tokens`) get `MASKED_SCORE`.
+    """
     flat = hidden.reshape(-1, hidden.shape[-1])  # for the reason given in `matmul`
     if isinstance(params.get("output"), Native):
         flat = params["output"].astype(hidden.dtype).product(flat)
@@ -78,6 +82,11 @@ def output_logits(params: Params, config: ModelConfig, hidden: Array) -> Array:
             precision=jax.lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
         )
+    if config.num_tokens is not None and config.num_tokens < config.vocab_size:
+        ids = jnp.arange(flat.shape[1])
+        if flat.shape[1] < config.vocab_size:
+            ids = ids + jax.lax.axis_index("tensor") * flat.shape[1]
+        flat = jnp.where(ids < config.num_tokens, flat, MASKED_SCORE)
     return flat.reshape(*hidden.shape[:-1], -1)
 
 

@@ -30,7 +30,8 @@ class Lora:
     Attributes:
       rank: Columns of a.
       alpha: Divided by the rank it multiplies the product.
-      targets: Ends of parameter names, such as `attention/q`; `*` stands for anything.
+      targets: Target module suffixes: the ends of the names of the matrices, such as
+        `attention/q`; `*` matches anything.
     """
 
     rank: int

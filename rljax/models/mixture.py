@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -198,34 +199,39 @@ def mixture(
     stats_specs = {"experts": rows, "load": P(), "entropy": P(), "flips": P()}
     if load is not None:
         stats_specs["auxiliary"] = rows
-    local = functools.partial(
-        _mixture_part, c=c, config=config, gathered=gathered, expert_axes=expert_axes, axes=axes
-    )
+    local = functools.partial(_mixture_part, c, config, _Axes(axes, expert_axes, gathered))
     out, stats = map_shards(local, (specs, rows, rows, rows, P()), (rows, stats_specs))(
         routed, x, counted, replay, load
     )
     return (out + _shared(p, x, c) if c.shared_size else out), stats
 
 
+class _Axes(NamedTuple):
+    """How a mixture lies on the mesh.
+
+    Attributes:
+      tokens: The mesh axes over which devices have different tokens.
+      experts: Those over which they have different experts.
+      gathered: Parameter -> its dimension that is gathered over `fsdp`, or None.
+    """
+
+    tokens: tuple[str, ...]
+    experts: tuple[str, ...]
+    gathered: Mapping[str, int | None]
+
+
 def _mixture_part(
+    c: Experts,
+    config: ModelConfig,
+    axes: _Axes,
     p: Params,
     x: Array,
     counted: Array,
     replay: Array | None,
     load: Array | None,
-    *,
-    c: Experts,
-    config: ModelConfig,
-    gathered: Mapping[str, int | None],
-    expert_axes: tuple[str, ...],
-    axes: tuple[str, ...],
 ) -> tuple[Array, dict[str, Array]]:
-    """`mixture` of one device, without the shared expert.
-
-    `gathered` names the dimension of each parameter that is gathered over `fsdp`; experts differ
-    over `expert_axes`, tokens over `axes`.
-    """
-    p = {name: gather_part(w, x, gathered[name]) for name, w in p.items()}
+    """`mixture` of one device, without the shared expert."""
+    p = {name: gather_part(w, x, axes.gathered[name]) for name, w in p.items()}
     b, t, width = x.shape
     flat = x.reshape(b * t, width)
     old = None if replay is None else replay.reshape(b * t, c.top_k)
@@ -236,7 +242,7 @@ def _mixture_part(
         flat,
         used,
         weights,
-        expert_axes,
+        axes.experts,
         c.activation,
         config.expert_dispatch,
         config.expert_backend,
@@ -252,7 +258,7 @@ def _mixture_part(
             "flips": jnp.sum(live * flipped),
         }
     )
-    sums = jax.lax.psum(sums, axes) if axes else sums
+    sums = jax.lax.psum(sums, axes.tokens) if axes.tokens else sums
     stats = {"experts": used.reshape(b, t, c.top_k), **sums}
     if load is not None:
         stats["auxiliary"] = balance_loss(probs, load[: c.num_experts]).reshape(b, t)

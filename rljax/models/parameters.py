@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, PRNGKeyArray
 
 from rljax import mesh as meshes
@@ -259,18 +261,26 @@ def initial(
 ) -> Params:
     """The initial values of declared parameters; arguments as in `init`."""
     leaves, structure = jax.tree.flatten(tree)
+    out = None if mesh is None else tuple(jax.tree.leaves(lay_out(tree, mesh, rules)))
+    build = _initialiser(tuple(leaves), jnp.dtype(dtype), out)
+    return jax.tree.unflatten(structure, processes.run_serially(build)(key))
 
-    def build(key: Array) -> Params:
-        values = [
+
+@functools.lru_cache(maxsize=64)
+def _initialiser(
+    leaves: tuple[Parameter, ...], dtype: Any, out: tuple[NamedSharding, ...] | None
+) -> Callable[[Array], tuple[Array, ...]]:
+    """The program of `initial`, kept so that equal models do not compile again."""
+
+    def build(key: Array) -> tuple[Array, ...]:
+        return tuple(
             jnp.full(p.shape, p.value, dtype)
             if p.scale is None
             else (p.scale * jax.random.normal(jax.random.fold_in(key, i), p.shape)).astype(dtype)
             for i, p in enumerate(leaves)
-        ]
-        return jax.tree.unflatten(structure, values)
+        )
 
-    out = None if mesh is None else lay_out(tree, mesh, rules)
-    return processes.run_serially(jax.jit(build, out_shardings=out))(key)
+    return jax.jit(build, out_shardings=out)
 
 
 def cast_for_compute(params: Params, config: ModelConfig) -> Params:
@@ -327,6 +337,6 @@ def check(params: Params, config: ModelConfig) -> None:
     for name in sorted(want.keys() | got.keys()):
         if want.get(name) != got.get(name):
             raise InputError(
-                f"parameter {name}: the configuration says {want.get(name, 'absent')}, "
+                f"parameter {name}: the configuration has {want.get(name, 'absent')}, "
                 f"got {got.get(name, 'absent')}"
             )

@@ -32,7 +32,7 @@ class Schedule:
     """How equal layers run as a pipeline.
 
     Attributes:
-      stages: Over how many stages they are spread.
+      stages: Number of stages that share them.
       repeats: How many pieces of layers a stage holds.
       depth: Layers of a piece.
       micro_batches: Into how many micro-batches rows are cut.
@@ -212,7 +212,8 @@ def _run_stage(
 
     The first stage keeps all rows between their rounds: it sends each micro-batch on its way and
     takes it in when the last stage has done with it. All stages run the same program, so the
-    others do as if, and what they compute before the first micro-batch has arrived is not used.
+    others compute and discard the same, and what they run before the first micro-batch has come
+    is not used.
     """
     stages, count, repeats = plan.stages, plan.micro_batches, plan.repeats
     stage = jax.lax.axis_index("stage")

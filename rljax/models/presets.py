@@ -1,4 +1,4 @@
-"""Named configurations: the embedded default, those of the benchmarks, and published models.
+"""Decoders of equal layers, and named configurations: small, of the benchmarks, and published.
 
 Each takes the size of the vocabulary where it has none of its own. Published weights load with
 `models.from_pretrained`, which finds the same configuration in their config.json.
@@ -6,9 +6,12 @@ Each takes the size of the vocabulary where it has none of its own. Published we
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypedDict, Unpack
 
 from rljax.models.config import (
+    Attention,
     Block,
     Dense,
     Experts,
@@ -18,8 +21,66 @@ from rljax.models.config import (
     Router,
     Stack,
     Yarn,
-    decoder,
 )
+
+
+class DecoderOptions(TypedDict, total=False):
+    """Optional arguments of `decoder`, passed on to `Attention` and to `ModelConfig`."""
+
+    num_kv_heads: int | None
+    head_dim: int | None
+    bias: bool
+    qk_norm: Literal["head", "full"] | None
+    rope_theta: float
+    rope_scaling: RopeScaling | Yarn | None
+    norm_eps: float
+    tie_embeddings: bool
+    dtype: Literal["float32", "bfloat16"]
+    remat: bool
+    family: str | None
+    max_positions: int
+
+
+def decoder(
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    intermediate_size: int,
+    num_experts: int = 0,
+    top_k: int = 2,
+    norm_topk_prob: bool = True,
+    **options: Unpack[DecoderOptions],
+) -> ModelConfig:
+    """A decoder whose layers are all equal: dense, or a mixture where `num_experts` > 0.
+
+    Args:
+      vocab_size: As in `ModelConfig`, and so `hidden_size`.
+      hidden_size: Width of the residual stream.
+      num_layers: Number of layers.
+      num_heads: As in `Attention`.
+      intermediate_size: Inner size of the feed-forward; of one expert in a mixture.
+      num_experts: As in `Experts`; 0: the model is dense.
+      top_k: As in `Experts`.
+      norm_topk_prob: As in `Router`.
+      **options: Further fields of `Attention` and `ModelConfig`. By default each head has keys and
+        values of its own, heads share the width, queries and keys are normed by head, the
+        embedding is tied, and the family is of the Qwen3 pair (`qwen3`, `qwen3_moe`).
+    """
+    given: dict[str, Any] = {"qk_norm": "head", "tie_embeddings": True, **options}
+    given["num_kv_heads"] = given.get("num_kv_heads") or num_heads
+    given["head_dim"] = given.get("head_dim") or hidden_size // num_heads
+    given["family"] = given.get("family") or ("qwen3_moe" if num_experts else "qwen3")
+    own = {f.name for f in dataclasses.fields(Attention)} & given.keys()
+    attention = Attention(num_heads=num_heads, **{name: given.pop(name) for name in own})
+    feed_forward = (
+        Experts(num_experts, top_k, intermediate_size, Router(norm_topk_prob))
+        if num_experts
+        else Dense(intermediate_size)
+    )
+    stacks = (Stack((Block(attention, feed_forward),), num_layers),)
+    return ModelConfig(vocab_size=vocab_size, hidden_size=hidden_size, stacks=stacks, **given)
 
 
 def tiny_moe(vocab_size: int = 64) -> ModelConfig:
@@ -33,7 +94,7 @@ def tiny_moe(vocab_size: int = 64) -> ModelConfig:
         intermediate_size=112,
         num_experts=4,
         top_k=2,
-        max_position=512,
+        max_positions=512,
     )
 
 
@@ -77,7 +138,7 @@ def qwen2_5_32b() -> ModelConfig:
 
 def qwen2_5_math_7b() -> ModelConfig:
     """Qwen2.5-Math-7B: the size of the 7B, with short rotary wavelengths and a context of 4096."""
-    return _qwen2_5(3584, 28, 28, 4, 18_944, rope_theta=10_000.0, max_position=4096)
+    return _qwen2_5(3584, 28, 28, 4, 18_944, rope_theta=10_000.0, max_positions=4096)
 
 
 def _qwen2_5(
@@ -88,7 +149,7 @@ def _qwen2_5(
     intermediate_size: int,
     norm_eps: float = 1e-6,
     rope_theta: float = 1e6,
-    max_position: int = 131_072,
+    max_positions: int = 131_072,
 ) -> ModelConfig:
     return decoder(
         vocab_size=152_064,
@@ -105,7 +166,7 @@ def _qwen2_5(
         dtype="bfloat16",
         remat=True,
         family="qwen2",
-        max_position=max_position,
+        max_positions=max_positions,
     )
 
 
@@ -125,7 +186,7 @@ def qwen3_30b_a3b() -> ModelConfig:
         tie_embeddings=False,
         dtype="bfloat16",
         remat=True,
-        max_position=40_960,
+        max_positions=40_960,
     )
 
 
@@ -146,7 +207,7 @@ def llama_3_2_3b() -> ModelConfig:
         dtype="bfloat16",
         remat=True,
         family="llama",
-        max_position=131_072,
+        max_positions=131_072,
     )
 
 
@@ -194,7 +255,7 @@ def _deepseek_v3(
         dtype="bfloat16",
         remat=True,
         family="deepseek_v3",
-        max_position=163_840,
+        max_positions=163_840,
     )
 
 

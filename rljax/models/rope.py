@@ -13,7 +13,7 @@ from rljax.models.config import RopeScaling, Yarn
 def rope_frequencies(
     dim: int, theta: float, scaling: RopeScaling | Yarn | None = None
 ) -> Float[Array, " half"]:
-    """Inverse frequencies of the rotary embedding of `dim` numbers, stretched as `scaling` says."""
+    """Inverse frequencies of the rotary embedding of `dim` numbers, stretched by `scaling`."""
     inverse = 1.0 / theta ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
     if isinstance(scaling, RopeScaling):
         return _llama3(inverse, scaling)

@@ -2,12 +2,8 @@
 
 import collections
 import contextlib
-import dataclasses
-import itertools
 import logging
 import math
-import re
-import statistics
 import sys
 import threading
 import time
@@ -23,90 +19,12 @@ from rich.table import Table
 from rich.text import Text
 
 from rljax.errors import InputError
+from rljax.monitoring.shown_metrics import SHOWN_METRICS, HeldOutMetric, History
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
 _WINDOW = 50  # steps over which the pace is measured
-_POINTS = 64  # kept points of a history
 _MAX_WIDTH = 100
 _PLAIN_SECONDS = 5.0  # between two plain lines
 _SILENT_SECONDS = 2.0  # that a stage may take before a plain line announces it
-
-
-def _compact(number: float) -> str:
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.3g}"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shown:
-    """One number of the panel: the sum of some tags."""
-
-    label: str
-    tags: tuple[str, ...]
-    format: Callable[[float], str]
-    colour: str
-
-    def find(self, values: dict[str, float]) -> float | None:
-        found = [float(values[tag]) for tag in self.tags if tag in values]
-        return sum(found) if found else None
-
-
-class _HeldOut(_Shown):
-    """The held-out score: greedy where there is one, avg@k otherwise, mean over the tasks."""
-
-    def find(self, values: dict[str, float]) -> float | None:
-        for wanted in (r"eval/[^/]+/greedy", r"eval/[^/]+/avg@\d+"):
-            scores = [float(values[tag]) for tag in values if re.fullmatch(wanted, tag)]
-            if scores:
-                return statistics.fmean(scores)
-        return None
-
-
-_SHOWN = (
-    _Shown("reward", ("reward/mean",), "{:.3f}".format, "green"),
-    _HeldOut("held-out", (), "{:.3f}".format, "magenta"),
-    _Shown("length", ("completion/length_mean",), "{:.1f}".format, "blue"),
-    _Shown("entropy", ("policy/entropy",), "{:.3f}".format, "yellow"),
-    _Shown("clipped", ("policy/clip_frac_low", "policy/clip_frac_high"), "{:.1%}".format, "cyan"),
-    _Shown("tokens/s", ("perf/tokens_per_s",), _compact, "white"),
-)
-
-
-class _History:
-    """The history of a number over the whole run, in a bounded number of points."""
-
-    def __init__(self) -> None:
-        self.last: float | None = None
-        self.last_step = 0
-        self._points: list[float] = []
-        self._pending: list[float] = []
-        self._stride = 1
-
-    def add(self, step: int, value: float) -> None:
-        self.last, self.last_step = value, step
-        if not math.isfinite(value):
-            return
-        self._pending.append(value)
-        if len(self._pending) == self._stride:
-            self._points.append(statistics.fmean(self._pending))
-            self._pending.clear()
-        if len(self._points) == _POINTS:
-            pairs = zip(self._points[::2], self._points[1::2], strict=True)
-            self._points = [statistics.fmean(pair) for pair in pairs]
-            self._stride *= 2
-
-    def sparkline(self, width: int) -> str:
-        points = self._points
-        if len(points) < 2 or width < 2:
-            return ""
-        width = min(width, len(points))
-        edges = [index * len(points) // width for index in range(width + 1)]
-        bins = [statistics.fmean(points[start:end]) for start, end in itertools.pairwise(edges)]
-        low, high = min(bins), max(bins)
-        scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
-        return "".join(_BLOCKS[round((value - low) * scale)] for value in bins)
 
 
 class _Stage:
@@ -169,7 +87,7 @@ class LiveDisplay:
         self._console = console or Console(stderr=True, quiet=quiet)
         self._live = live and not quiet
         self._step = -1
-        self._histories = {quantity.label: _History() for quantity in _SHOWN}
+        self._histories = {metric.label: History() for metric in SHOWN_METRICS}
         self._message = ("", "")
         self._stages: list[_Stage] = []
         self._pace: collections.deque[tuple[int, float]] = collections.deque(maxlen=_WINDOW)
@@ -189,10 +107,10 @@ class LiveDisplay:
             if step > self._step:
                 self._pace.append((step, time.monotonic()))
             self._step = step
-            for quantity in _SHOWN:
-                value = quantity.find(values)
+            for metric in SHOWN_METRICS:
+                value = metric.find(values)
                 if value is not None:
-                    self._histories[quantity.label].add(step, value)
+                    self._histories[metric.label].add(step, value)
         if not self._live:
             now = time.monotonic()
             evaluated = any(tag.startswith("eval/") for tag in values)
@@ -288,10 +206,10 @@ class LiveDisplay:
 
     def _plain_line(self) -> str:
         parts = [f"step {self._step}/{self._total}"]
-        for quantity in _SHOWN:
-            value = self._histories[quantity.label].last
+        for metric in SHOWN_METRICS:
+            value = self._histories[metric.label].last
             if value is not None:
-                parts.append(f"{quantity.label} {quantity.format(value)}")
+                parts.append(f"{metric.label} {metric.format(value)}")
         left = self._seconds_left()
         if left is not None and self._step < self._total:
             parts.append(f"left {_clock(left)}")
@@ -350,19 +268,19 @@ class LiveDisplay:
             table.add_column(no_wrap=True, justify="right", min_width=7)
             table.add_column(no_wrap=True, min_width=width_left)
         cells: list[list[Text]] = []
-        for quantity in _SHOWN:
-            history = self._histories[quantity.label]
+        for metric in SHOWN_METRICS:
+            history = self._histories[metric.label]
             value = history.last
-            number = "–" if value is None else quantity.format(value)
+            number = "–" if value is None else metric.format(value)
             bad = value is not None and not math.isfinite(value)
-            when = f"at {history.last_step}" if isinstance(quantity, _HeldOut) else ""
+            when = f"at {history.last_step}" if isinstance(metric, HeldOutMetric) else ""
             width = width_left - len(f" {when}") if when else width_left
             history_line = "" if self._console.options.ascii_only else history.sparkline(width)
-            beside = Text(history_line, style=quantity.colour)
+            beside = Text(history_line, style=metric.colour)
             if when and value is not None:
                 beside.append(f" {when}" if history_line else when, style="dim")
             style = "bold red" if bad else "bold"
-            cells.append([Text(quantity.label), Text(number, style=style), beside])
+            cells.append([Text(metric.label), Text(number, style=style), beside])
         for start in range(0, len(cells), columns):
             table.add_row(*(entry for cell in cells[start : start + columns] for entry in cell))
         return table

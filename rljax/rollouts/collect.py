@@ -132,6 +132,14 @@ class GroupSource:
     scorer: Scorer
     sampling: SamplingParams
 
+    def __post_init__(self) -> None:
+        """Refuses sampling that the trainer cannot score under."""
+        if self.sampling.reshapes:
+            raise InputError(
+                f"{', '.join(self.sampling.reshapes)} changes the distribution in a way that the "
+                "trainer cannot follow; leave it out of training"
+            )
+
     def generate(
         self, prompts: list[Prompt], num_generations: int, seed: int
     ) -> tuple[list[ScoredGroup], float, float]:

@@ -12,7 +12,7 @@ import numpy as np
 from rljax.batch import Batch
 from rljax.data import Prompt, Tokenizer
 from rljax.errors import InputError
-from rljax.losses import Mean
+from rljax.losses import Mean, equal_scores
 from rljax.rewards import Scorer
 from rljax.sampling import Response
 
@@ -41,9 +41,11 @@ class ScoredGroup:
 
     @property
     def degenerate(self) -> bool:
-        """Whether the raw scores of the valid responses are all equal: nothing to learn from."""
-        scores = self.scores[self.valid]
-        return len(scores) < 2 or bool(np.ptp(scores) == 0)
+        """Whether the raw scores of the valid responses are all equal: nothing to learn from.
+
+        By the rule of the losses: what fills the batch is what gets an advantage.
+        """
+        return equal_scores(self.scores, self.valid)
 
 
 def score_groups(

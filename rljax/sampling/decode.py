@@ -127,7 +127,7 @@ class DecodeOutput:
       logp: float32 [R, C].
       count: int32 [R], how many of the C each row drew.
       stopped: bool [R], whether the row's last token was an end id.
-      records: By the names of `Response`, what else was asked for: `routing` int32
+      records: By the names of `Response`, what else was requested: `routing` int32
         [R, C, layers, k] of the token fed at each step, `support` int32 [R, C, K] (where some row
         cuts its distribution), `top_tokens` int32 and `top_logp` float32 [R, C, N].
       steps: int32 [1], how many steps the chunk ran (on one shard).

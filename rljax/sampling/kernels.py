@@ -58,7 +58,8 @@ def choose(config: ModelConfig, mesh: Mesh | None, programs: ProgramConfig) -> D
         elif programs.kernels == "native":
             raise reason
         else:
-            _log.info("kernels=auto: decoding without the C++ kernels for CPUs: %s", reason)
+            why = str(reason).partition(";")[0]
+            _log.info("kernels=auto: decoding without the C++ kernels for CPUs: %s", why)
     if native:
         config = dataclasses.replace(config, expert_backend="native")
     latent = any(isinstance(b.attention, LatentAttention) for b in config.layers)
@@ -79,7 +80,7 @@ def _unsuited(config: ModelConfig, mesh: Mesh | None) -> InputError | None:
     if (_platform(mesh), devices, config.dtype) == ("cpu", 1, "float32"):
         return None
     return InputError(
-        f"kernels='native' is for one cpu device in float32, got {devices} {_platform(mesh)} in "
+        f"kernels='native' needs one cpu device in float32, got {devices} {_platform(mesh)} in "
         f"{config.dtype}; use kernels='auto'"
     )
 
@@ -89,9 +90,9 @@ def _refused(config: ModelConfig, programs: ProgramConfig) -> InputError | None:
     if programs.kernels == "native":
         return None
     if programs.gathered is not None:
-        return InputError(f"gathered={programs.gathered} was asked for")
+        return InputError(f"gathered={programs.gathered} was requested")
     if config.expert_backend not in ("auto", "native"):
-        return InputError(f"expert_backend={config.expert_backend!r} was asked for")
+        return InputError(f"expert_backend={config.expert_backend!r} was requested")
     return None
 
 

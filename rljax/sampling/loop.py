@@ -55,6 +55,8 @@ class DecodeLoop:
             for group in done:
                 if not group.over:
                     group.over = True
+                    if any(m.sampling.prompt_logprobs for m in group.members):
+                        group.prompt_logp = self._runner.score(group.prompt)
                     yield collector.responses(group)
 
     def admit(self) -> None:
@@ -70,8 +72,8 @@ class DecodeLoop:
         """Whether the next chunk may begin before the host has read what this one drew.
 
         Not where pages are gathered for each chunk; where sequences wait for slots or pages, stop
-        strings are to be found or the device has not heard of a cancelled group; or where fewer
-        rows would do or nothing is left to draw.
+        strings are to be found or the chunk still holds a cancelled group; or where fewer rows
+        would do or nothing is left to draw.
         """
         if self._runner.attention == "gathered" or any(shard.waiting for shard in self._shards):
             return False

@@ -39,6 +39,8 @@ class SamplingParams:
         the prompt and in what was drawn (arXiv:1909.05858, section 4.1); 1: none.
       presence_penalty: Subtracted from the logits of all tokens that were drawn; 0: none.
       bad_words: Sequences of token ids that are never completed within a response.
+      prompt_logprobs: Whether responses carry the log-probabilities of their prompt's tokens, which
+        takes one more pass over the prompt.
     """
 
     max_tokens: int
@@ -56,6 +58,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
         self._set("max_tokens", integer("max_tokens", self.max_tokens, 1))
@@ -63,7 +66,7 @@ class SamplingParams:
         self._set("min_tokens", integer("min_tokens", self.min_tokens, 0, self.max_tokens))
         if self.seed is not None:
             self._set("seed", integer("seed", self.seed, -(2**63), 2**63 - 1))
-        for name in ("ignore_eos", "include_stop_str"):
+        for name in ("ignore_eos", "include_stop_str", "prompt_logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name}={getattr(self, name)!r} must be True or False")
         self._check_reals()

@@ -107,6 +107,10 @@ class PrefillShapes:
                 for columns in buckets(pages(width), most_columns, _GROWTH):
                     yield rows, width, columns
 
+    def score_width(self, tokens: int) -> int:
+        """Tokens of a row that scores so many of a prompt."""
+        return bucket(tokens, _WIDTH, 1 << 30)
+
     def blank(self, rows: int, width: int, columns: int) -> PrefillCall:
         """A call of empty rows."""
         n = self.sizes.shards

@@ -107,6 +107,24 @@ class Programs:
             for filtered in (False, True)
         }
 
+    @functools.cached_property
+    def score(self) -> Callable:
+        """Log-probabilities [R, T] of tokens [R, T], of which those in segment 1 exist."""
+
+        def score(params: models.Params, tokens: jax.Array, segments: jax.Array) -> jax.Array:
+            return models.token_logprobs(params, self.config, tokens, None, segments)[0]
+
+        program = processes.run_serially(jax.jit(score, out_shardings=self._rows_layout))
+        if self._mesh is None:
+            return program
+        mesh = self._mesh
+
+        def on_mesh(*arguments: Any) -> jax.Array:
+            with jax.set_mesh(mesh):
+                return program(*arguments)
+
+        return on_mesh
+
     def lower_decode(self, wanted: models.Params, inputs: steps.DecodeInputs) -> jax.stages.Lowered:
         """The program of a decode chunk, lowered from shapes alone.
 

@@ -28,13 +28,15 @@ class Response:
       version: int32 [n], the version of the weights that sampled each token.
       routing: int32 [prompt + n, layers, k], the experts that each token of prompt and response
         passed in the mixture layers; -1 for the last token, which the sampler never fed back.
-        None unless asked for.
+        None unless requested.
       support: int32 [n, K], the ids that each token was drawn from, -1 where unset; nothing but
-        -1 where it was drawn from the whole vocabulary. None unless asked for.
+        -1 where it was drawn from the whole vocabulary. None unless requested.
       top_tokens: int32 [n, N], the likeliest tokens in each one's place, likeliest first. None
-        unless asked for.
+        unless requested.
       top_logp: float32 [n, N], their log-probabilities at the request's temperature (1 where it is
-        0), before top-k, top-p and min-p. None unless asked for.
+        0), before top-k, top-p and min-p. None unless requested.
+      prompt_logp: float32 [prompt], log-probability of each of the prompt's tokens at temperature
+        1, 0 for the first; by the weights that were loaded at the end. None unless requested.
     """
 
     prompt_index: int
@@ -48,6 +50,7 @@ class Response:
     support: np.ndarray | None = None
     top_tokens: np.ndarray | None = None
     top_logp: np.ndarray | None = None
+    prompt_logp: np.ndarray | None = None
 
 
 @dataclasses.dataclass
@@ -130,6 +133,7 @@ class Collector:
                 truncated=q.finish_reason == "length",
                 version=np.asarray(q.versions, np.int32),
                 routing=self._routing(group, q),
+                prompt_logp=group.prompt_logp if q.sampling.prompt_logprobs else None,
                 **{
                     name: np.concatenate(parts)[: len(q.tokens)]
                     for name, parts in q.records.items()

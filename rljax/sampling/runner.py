@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import jax
@@ -23,6 +24,8 @@ from rljax.sampling.programs import Programs
 from rljax.sampling.scheduler import PrefillRequest
 from rljax.sampling.unstack import unstack_params, with_kernels
 from rljax.sampling.weight_sync import WeightSync
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +93,7 @@ class Runner:
         self._vocab_size, self._stop_ids = model.vocab_size, config.stop_ids
         self._decode_params: models.Params | None = None
         self._pool: Pool | None = None
+        self._compiled: set[tuple] = set()
 
     def load(self, params: models.Params, version: int) -> None:
         """Takes weights to run with; see `Engine.load`."""
@@ -128,9 +132,24 @@ class Runner:
 
     def run_prefill(self, call: PrefillCall) -> jax.Array | None:
         """One call; returns the routing of its tokens (None for a dense model)."""
+        self._log_first("prefill of tokens", call.tokens.shape, call.table.shape)
         arrays = (self.programs.put(x) for x in call.arrays())
         self._pool, routing = self.programs.prefill(self.params, self._ready_pool(), *arrays)
         return routing
+
+    def _log_first(self, *shape: Any) -> None:
+        """Logs that a program is compiled, which can take long, when its shape first comes up."""
+        if shape not in self._compiled:
+            self._compiled.add(shape)
+            _log.info("compiling %s", " ".join(map(str, shape)))
+
+    def score(self, prompt: np.ndarray) -> np.ndarray:
+        """Log-probabilities of a prompt's tokens at temperature 1; 0 for the first."""
+        width = self.prefill_shapes.score_width(len(prompt))
+        tokens, segments = np.zeros((2, self.sizes.shards, width), np.int32)
+        tokens[0, : len(prompt)], segments[0, : len(prompt)] = prompt, 1
+        arrays = (self.programs.put(x) for x in (tokens, segments))
+        return processes.fetch(self.programs.score(self.params, *arrays))[0, : len(prompt)]
 
     def copy_pages(self, of_shard: list[list[tuple[int, int]]]) -> None:
         """Copies pages (source, target) of each shard."""
@@ -166,10 +185,14 @@ class Runner:
         if adjust is not None:
             changes = fill_adjustments(rows, adjust, self._vocab_size)
             inputs = inputs.replace(adjustments=changes)
+        filtered = filtered or any(q.sampling.filtered for _, _, q in rows)
+        tables = inputs.tables
+        self._log_first(
+            "decode with pages", tables.own.shape, tables.shared.shape, filtered, adjust
+        )
         inputs = jax.tree.map(self.programs.put, inputs)
         if after is not None:
             inputs = inputs.replace(carry=after.carry)
-        filtered = filtered or any(q.sampling.filtered for _, _, q in rows)
         self._pool, output, carry = self.programs.decode[filtered](
             self._decode_params, self._ready_pool(), inputs
         )

@@ -21,7 +21,8 @@ class Group:
       pages: Pages of the prompt's first n-1 tokens, held while a member is decoding; the last of
         them may be partly filled and is copied for each member that will write to it.
       members: Its sequences.
-      routing: int32 [n-1, layers, k], of those tokens; None unless asked for.
+      routing: int32 [n-1, layers, k], of those tokens; None unless requested.
+      prompt_logp: float32 [n], of the prompt's tokens; None unless requested.
       over: Whether its responses were yielded or it was cancelled.
     """
 
@@ -30,6 +31,7 @@ class Group:
     pages: list[int] | None = None
     members: list[Sequence] = dataclasses.field(default_factory=list)
     routing: np.ndarray | None = None
+    prompt_logp: np.ndarray | None = None
     over: bool = False
 
     def idle(self) -> bool:
@@ -48,7 +50,7 @@ class Sequence:
       sampling: How it is drawn.
       limit: Most tokens it may draw.
       tokens, logp, versions: What was drawn so far.
-      records: What else was asked for, by the names of `Response`: an array for each chunk.
+      records: What else was requested, by the names of `Response`: an array for each chunk.
       slot: The slot it decodes in; None while it waits and when it is done.
       pages: Its page table: shared pages first, then its own.
       finish_reason: Set when it is done.

@@ -8,6 +8,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+
 from rljax.sampling.adjustments import AdjustmentShape
 from rljax.sampling.decode_rows import DecodeRows
 from rljax.sampling.params import SamplingParams
@@ -27,6 +29,7 @@ class Expected:
       prompt: Tokens of the longest prompt.
       tokens: Tokens of the longest prompt and response.
       requests: Most responses that are wanted at once on a shard.
+      scores: Whether prompts are scored.
     """
 
     filtered: tuple[bool, ...]
@@ -34,6 +37,7 @@ class Expected:
     prompt: int
     tokens: int
     requests: int
+    scores: bool
 
 
 def expect(
@@ -54,7 +58,9 @@ def expect(
     if each:
         tokens = min(prompt + max(params.max_tokens for params in each), max_length)
     requests = min(num_requests or runner.sizes.slots, runner.sizes.slots)
-    return Expected(tuple(sorted(kinds)), AdjustmentShape.of(each), prompt, tokens, requests)
+    scores = any(params.prompt_logprobs for params in each)
+    kind = AdjustmentShape.of(each)
+    return Expected(tuple(sorted(kinds)), kind, prompt, tokens, requests, scores)
 
 
 def warm_up(runner: Runner, expected: Expected, tell: Callable[[str], None] | None) -> int:
@@ -70,6 +76,10 @@ def warm_up(runner: Runner, expected: Expected, tell: Callable[[str], None] | No
     """
     steps = [*_decode_steps(runner, expected), *_prefill_steps(runner, expected)]
     steps.append(lambda: runner.copy_pages([[] for _ in range(runner.sizes.shards)]))
+
+    if expected.scores:
+        widths = {runner.prefill_shapes.score_width(n + 1) for n in range(expected.prompt)}
+        steps += [functools.partial(runner.score, np.zeros(width, np.int32)) for width in widths]
 
     def say(line: str) -> None:
         _log.info(line)

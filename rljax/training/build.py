@@ -27,7 +27,7 @@ from rljax.settings import ProcessSettings
 from rljax.training import run_directory, supervised
 from rljax.training import state as states
 from rljax.training.checkpoints import Checkpoints
-from rljax.training.evaluation import Evaluator, task_name
+from rljax.training.evaluation import Evaluator, evaluation_sampling, task_name
 from rljax.training.first_use import FirstUses
 from rljax.training.learner import make_learner
 from rljax.training.objective_flags import make_objective
@@ -78,6 +78,7 @@ def open_run(
     # Programs with collectives in flight at once can wait for each other for ever on CPU devices.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     policy = open_policy(config, lambda: run_alphabet(config, prompts, eval_prompts), mesh)
+    _warn_of_positions(config, policy)
     check_vocabulary(policy.tokenizer, policy.model.vocab_size, config.data.template)
     asked = load_run_prompts(config, policy.tokenizer, prompts, eval_prompts)
     with contextlib.ExitStack() as stack:
@@ -89,6 +90,11 @@ def open_run(
         if processes.is_first():
             log = stack.enter_context(MetricsLog(directory, state.step if restored else None))
         stack.enter_context(jax.set_mesh(policy.mesh))
+        if restored or config.supervised.sft_target <= 0:
+            source.engine.load(policy.weights(state.train), version=state.step)
+        else:  # the supervised warm-up is version 0 as well
+            source.engine.load(state.train.whole, version=0)
+        _warm_up(config, source, asked)
         values: dict[str, float] = {}
         if not restored and config.supervised.sft_target > 0:
             params, values = supervised.warm_up(
@@ -179,6 +185,23 @@ def _make_engine(config: Config, policy: Policy, sampling: SamplingParams) -> En
     )
 
 
+def _warm_up(config: Config, source: GroupSource, prompts: RunPrompts) -> None:
+    """Compiles what sampling and evaluation will ask of the engine."""
+    evals, sampling = config.evals, source.sampling
+    wanted, most = [sampling], config.responses
+    if prompts.held_out:
+        wanted.append(dataclasses.replace(sampling, temperature=0.0))
+        most = max(most, len(prompts.held_out) * max(evals.eval_k, 1))
+    if prompts.held_out and evals.eval_k:
+        wanted.append(evaluation_sampling(config, sampling))
+    asked = [*prompts.stream.prompts, *prompts.held_out, *prompts.validation]
+    source.engine.warm_up(
+        sampling=wanted,
+        max_prompt_length=max(len(prompt.tokens) for prompt in asked),
+        num_requests=max(most, len(prompts.validation)),
+    )
+
+
 def _restore(
     config: Config,
     policy: Policy,
@@ -210,6 +233,18 @@ def _restore(
     train = states.create(params, optimizer, objective, policy.mesh, critic_params, on_host)
     train = dataclasses.replace(train, base=base)
     return RunState(train, data=stream.get_state()), False
+
+
+def _warn_of_positions(config: Config, policy: Policy) -> None:
+    """Warns of sequences longer than the model was made for."""
+    longest = config.data.max_prompt_length + config.rollout.max_completion_length
+    if longest > policy.model.max_positions:
+        _log.warning(
+            "max_prompt_length + max_completion_length = %d exceed the model's %d positions "
+            "(max_position_embeddings): log-probabilities beyond them may be poor",
+            longest,
+            policy.model.max_positions,
+        )
 
 
 def _describe(objective: L.Objective) -> str:

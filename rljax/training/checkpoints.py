@@ -153,9 +153,8 @@ class Checkpoints:
 
     def _check_fits(self, step: int, target: TrainState) -> None:
         """Refuses a checkpoint of another model, before anything is read or renamed."""
-        saved = self._manager.item_metadata(step)["state"]
-        if saved is None:
-            return
+        metadata = ocp.StandardCheckpointHandler().metadata(self._directory / str(step) / "state")
+        saved = getattr(metadata, "tree", metadata)
 
         def shapes(tree: Any) -> dict[str, Any]:
             leaves = jax.tree_util.tree_flatten_with_path(tree)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 
 from rljax.config import Config
 from rljax.data import Prompt
@@ -11,6 +12,8 @@ from rljax.evals import EvalTask, evaluate, seed_for_evaluation
 from rljax.rollouts import GroupSource
 from rljax.sampling import SamplingParams
 from rljax.training.state import Progress
+
+OnProgress = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +39,14 @@ class Evaluator:
         every = self.config.evals.eval_every
         return bool(every) and step % every == 0
 
-    def greedy(self, progress: Progress) -> tuple[Progress, dict[str, float]]:
+    def greedy(
+        self, progress: Progress, on_progress: OnProgress | None = None
+    ) -> tuple[Progress, dict[str, float]]:
         """Greedy accuracy, and the progress with it noted: it decides when the run may end."""
         if not self.prompts:
             return progress, {}
-        values = self._evaluate(dataclasses.replace(self.source.sampling, temperature=0.0), 1)
+        greedy = dataclasses.replace(self.source.sampling, temperature=0.0)
+        values = self._evaluate(greedy, 1, on_progress)
         accuracy = values[f"eval/{self.task}/greedy"]
         reached = 0 < self.config.evals.stop_at <= accuracy
         progress = dataclasses.replace(
@@ -51,21 +57,17 @@ class Evaluator:
         )
         return progress, values
 
-    def sampled(self) -> dict[str, float]:
+    def sampled(self, on_progress: OnProgress | None = None) -> dict[str, float]:
         """avg@k and pass@k, where `eval_k` asks for them."""
         settings = self.config.evals
         if not self.prompts or not settings.eval_k:
             return {}
-        drawn = dataclasses.replace(
-            self.source.sampling,
-            temperature=settings.eval_temperature,
-            top_p=settings.eval_top_p,
-            top_k=0,
-            min_p=0.0,
-        )
-        return self._evaluate(drawn, settings.eval_k)
+        drawn = evaluation_sampling(self.config, self.source.sampling)
+        return self._evaluate(drawn, settings.eval_k, on_progress)
 
-    def _evaluate(self, sampling: SamplingParams, k: int) -> dict[str, float]:
+    def _evaluate(
+        self, sampling: SamplingParams, k: int, on_progress: OnProgress | None
+    ) -> dict[str, float]:
         started = time.perf_counter()
         values = evaluate(
             self.source.engine,
@@ -74,8 +76,20 @@ class Evaluator:
             self.source.tokenizer,
             sampling,
             EvalTask(self.task, k, seed_for_evaluation(self.config.run.seed)),
+            on_progress=on_progress,
         )
         return values | {"perf/eval_s": time.perf_counter() - started}
+
+
+def evaluation_sampling(config: Config, sampling: SamplingParams) -> SamplingParams:
+    """How avg@k and pass@k draw, from how training does."""
+    return dataclasses.replace(
+        sampling,
+        temperature=config.evals.eval_temperature,
+        top_p=config.evals.eval_top_p,
+        top_k=0,
+        min_p=0.0,
+    )
 
 
 def task_name(config: Config) -> str:

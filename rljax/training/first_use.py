@@ -21,6 +21,8 @@ class FirstUses:
 
     def __init__(self) -> None:
         self._seen: set[tuple[str, str]] = set()
+        self._steps = 0
+        self._others = 0
         self.announced = 0
 
     @contextlib.contextmanager
@@ -47,3 +49,19 @@ class FirstUses:
             compiled,
             time.perf_counter() - started,
         )
+
+    def end_step(self, step: int) -> None:
+        """Warns of what a step compiled without announcing it; the first step of a process may.
+
+        Args:
+          step: The number of the step.
+        """
+        others = compilations.count() - self.announced
+        if self._steps and others > self._others:
+            _log.warning(
+                "step %d compiled %d programs that earlier steps did not; a run that goes on so "
+                "wastes time: report the shapes of its rows and requests",
+                step,
+                others - self._others,
+            )
+        self._steps, self._others = self._steps + 1, others

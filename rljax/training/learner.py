@@ -103,8 +103,13 @@ class Learner:
 
         Returns:
           The batch on the devices, and metrics of the routers.
+
+        Raises:
+          InputError: The objective cannot take these rewards, such as negative ones.
         """
-        batch = meshes.shard_rows(make_batch(groups, shapes.length), self.policy.mesh)
+        batch = make_batch(groups, shapes.length)
+        self.objective.check_values(batch)  # which the compiled `prepare` cannot
+        batch = meshes.shard_rows(batch, self.policy.mesh)
         metrics: dict[str, Any] = {}
         with self.first_uses.of("scoring", shapes):
             if self.needs_scores:
@@ -134,11 +139,7 @@ class Learner:
 
         Returns:
           The rows to train on, and metrics of the batch.
-
-        Raises:
-          InputError: The objective cannot take these values, such as negative rewards.
         """
-        self.objective.check_values(batch)
         return self.programs.prepare(batch)
 
     def compare(self, batch: Batch, version: int) -> Metrics:

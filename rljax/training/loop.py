@@ -18,7 +18,14 @@ from rljax.monitoring import LiveDisplay, compilations, plot_curves
 from rljax.rewards import RewardFunction
 from rljax.rollouts import ScoredGroup
 from rljax.training.build import open_run
-from rljax.training.metrics import Metrics, device_memory, finish, sample_lines, throughput
+from rljax.training.metrics import (
+    Metrics,
+    device_memory,
+    finish,
+    sample_lines,
+    throughput,
+    utilisation,
+)
 from rljax.training.run import Run
 from rljax.training.state import RunState
 
@@ -80,8 +87,12 @@ def train(
             metrics = finish(sampled, scored, prepared, learned, synced, saved)
             seconds = time.perf_counter() - step_started
             metrics |= throughput(groups, seconds, metrics["perf/rollout_s"])
+            metrics |= utilisation(
+                run.policy.model, groups, config.update.num_iterations, metrics["perf/update_s"]
+            )
             if run.evaluator.due(state.step) or state.step >= config.run.steps:
-                state, evaluated = run.evaluate(state)
+                with display.stage("evaluating") as done:
+                    state, evaluated = run.evaluate(state, on_progress=done)
                 metrics |= evaluated
             if run.finished(state):
                 metrics |= run.evaluator.sampled()
@@ -117,7 +128,8 @@ def begin(
     if run.restored:
         display.message(f"continuing {run.directory} after step {state.step}")
         return state, {}
-    state, metrics = run.evaluate(state, sampled=True)
+    with display.stage("evaluating") as done:
+        state, metrics = run.evaluate(state, sampled=True, on_progress=done)
     progress = dataclasses.replace(state.progress, eval_before=state.progress.eval_last)
     state = clock.note(state.replace(progress=progress))
     report(run, display, state, run.opening | metrics)
@@ -133,6 +145,7 @@ def report(
 ) -> None:
     """Logs the metrics of a step and some of its responses, and shows them."""
     if state.step:
+        run.learner.first_uses.end_step(state.step)
         metrics = metrics | device_memory() | {"perf/compilations": float(compilations.count())}
     if run.log is not None:
         run.log.log(state.step, metrics)

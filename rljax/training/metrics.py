@@ -9,6 +9,8 @@ import jax
 
 from rljax import losses as L
 from rljax import processes
+from rljax.models import ModelConfig
+from rljax.monitoring.flops import mfu
 from rljax.rollouts import ScoredGroup
 
 Metrics = Mapping[str, Any]
@@ -44,6 +46,24 @@ def throughput(groups: Sequence[ScoredGroup], seconds: float, rollout_s: float) 
         "perf/tokens_per_s": tokens / seconds,
         "perf/rollout_tokens_per_s": tokens / max(rollout_s, 1e-9),
     }
+
+
+def utilisation(
+    model: ModelConfig, groups: Sequence[ScoredGroup], passes: int, seconds: float
+) -> dict[str, float]:
+    """`perf/mfu` of the updates of a step, where the devices' peak is known; else nothing.
+
+    Args:
+      model: The model.
+      groups: The groups of the step.
+      passes: How often each was trained on.
+      seconds: What the updates took.
+    """
+    lengths = [len(g.prompt.tokens) + len(r.tokens) for g in groups for r in g.responses]
+    context = sum(n * (n + 1) / 2 for n in lengths) / sum(lengths)
+    kinds = [d.device_kind for d in jax.devices()]
+    found = mfu(model, passes * sum(lengths), context, seconds, kinds)
+    return {} if found is None else {"perf/mfu": found}
 
 
 def device_memory() -> dict[str, float]:

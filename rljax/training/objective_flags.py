@@ -29,13 +29,16 @@ def make_objective(config: Config, given: L.Objective | None = None) -> L.Object
       InputError: There is no such objective, it does not take a setting that was given, or a term
         cannot be added to it.
     """
+    terms = L.additional(**vars(config.terms))
+    if given is not None:  # it replaces the named one, with that one's settings
+        return given.adding(*terms)
     settings = config.objective
     wanted = {
         f.name: value
         for f in dataclasses.fields(settings)
         if f.name != "objective" and (value := getattr(settings, f.name)) is not None
     }
-    name, build = settings.objective, given if given is not None else _find(settings.objective)
+    name, build = settings.objective, _find(settings.objective)
     if isinstance(build, L.Objective):
         if wanted:
             raise InputError(
@@ -49,7 +52,7 @@ def make_objective(config: Config, given: L.Objective | None = None) -> L.Object
             raise InputError(
                 f"objective={name!r} returned {type(objective).__name__}; return an Objective"
             )
-    return objective.adding(*L.additional(**vars(config.terms)))
+    return objective.adding(*terms)
 
 
 def _find(name: str) -> Any:

@@ -18,6 +18,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -25,6 +26,7 @@ from rljax import losses as L
 from rljax.batch import Batch, Rows
 from rljax.config import Config
 from rljax.errors import InputError
+from rljax.evals import reflection_frac
 from rljax.models import Params
 from rljax.monitoring import MetricsLog
 from rljax.rollouts import (
@@ -35,7 +37,7 @@ from rljax.rollouts import (
     component_metrics,
 )
 from rljax.training.checkpoints import Checkpoints
-from rljax.training.evaluation import Evaluator
+from rljax.training.evaluation import Evaluator, OnProgress
 from rljax.training.learner import Learner, make_learner
 from rljax.training.metrics import Metrics
 from rljax.training.policy import Policy
@@ -93,7 +95,11 @@ class Run:
             max_staleness=rollout.max_staleness,
         )
         found, remembered = collect(self.source, stream, state.collect, settings)
-        metrics = found.metrics() | component_metrics(found.groups, self.source.scorer.names)
+        metrics: dict[str, Any] = found.metrics() | component_metrics(
+            found.groups, self.source.scorer.names
+        )
+        texts = [text for group in found.groups for text in group.texts]
+        metrics["completion/reflection_frac"] = reflection_frac(texts)
         return found.groups, state.replace(data=stream.get_state(), collect=remembered), metrics
 
     def plan(self, groups: Sequence[ScoredGroup]) -> RowShapes:
@@ -132,19 +138,22 @@ class Run:
             "perf/sync_bytes": float(self.source.engine.moved),
         }
 
-    def evaluate(self, state: RunState, sampled: bool = False) -> tuple[RunState, dict[str, float]]:
+    def evaluate(
+        self, state: RunState, sampled: bool = False, on_progress: OnProgress | None = None
+    ) -> tuple[RunState, dict[str, float]]:
         """Held-out evaluation of the weights that the engine holds.
 
         Args:
           state: Of the run.
           sampled: Whether to measure avg@k and pass@k too, where `eval_k` asks for them.
+          on_progress: Is called with how many prompts are done, and of how many.
 
         Returns:
           The state with the accuracy noted, and metrics.
         """
-        progress, metrics = self.evaluator.greedy(state.progress)
+        progress, metrics = self.evaluator.greedy(state.progress, on_progress)
         if sampled:
-            metrics = metrics | self.evaluator.sampled()
+            metrics = metrics | self.evaluator.sampled(on_progress)
         return state.replace(progress=progress), metrics
 
     def save(self, state: RunState) -> Metrics:

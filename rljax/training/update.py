@@ -99,7 +99,7 @@ class _Update:
         state = dataclasses.replace(state, base=base)
         rows, load = self._look_ahead(state, rows)
         value, grads, stats, sums = self._accumulate(state, rows, load)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         good = jnp.isfinite(norm) & jnp.isfinite(value) & rows.trains
         held = self._held(state, rows)
         state = self._apply(state, grads, stats, sums, good & ~held)

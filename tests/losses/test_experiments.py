@@ -90,8 +90,11 @@ def test_benchmark_sampler(capsys, monkeypatch):
     sizes = {"prompts": 2, "prompt_length": 5, "generations": 2, "new_tokens": 20, "repeats": 1}
     config = benchmark.Config(models=("speed-s",), **sizes)
     benchmark.main(config)
-    *lines, last = capsys.readouterr().out.splitlines()
+    out, err = capsys.readouterr()
+    *lines, last = out.splitlines()
     assert sum("; vLLM 123, " in line for line in lines) == 2
+    for word in ("random weights", "programs of the sampler", "uniform", "ideal", "vLLM"):
+        assert any(word in line for line in err.splitlines())  # progress, minutes before results
     assert [line.split(":")[0] for line in lines if "--" in line] == ["no torch here"]
     found = json.loads(last)["speed-s"]
     assert found["transformers"] is None and found["vLLM"] == vllm

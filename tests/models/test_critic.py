@@ -1,6 +1,7 @@
 """The critic: values before each token, whatever the layout."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rljax import models
@@ -12,11 +13,11 @@ def test_values_are_those_of_the_hidden_state_before_each_token():
     )
     params = models.init(jax.random.key(0), config)
     critic = models.init_critic(params, config)
-    tokens = np.arange(2, 14, dtype=np.int32)[None]
+    tokens = jnp.arange(2, 14)[None]
     np.testing.assert_array_equal(models.token_values(critic, config, tokens), 0)  # a head of zeros
 
     critic["value"] = jax.random.normal(jax.random.key(1), (16,))
-    segments = np.array([[1, 1, 1, 1, 1, 2, 2, 2, 2, 0, 0, 0]], np.int32)
+    segments = jnp.asarray([[1, 1, 1, 1, 1, 2, 2, 2, 2, 0, 0, 0]])
     values = np.asarray(models.token_values(critic, config, tokens, None, segments))
     for start, end in ((0, 5), (5, 9)):
         alone = np.asarray(models.token_values(critic, config, tokens[:, start:end]))
@@ -24,8 +25,7 @@ def test_values_are_those_of_the_hidden_state_before_each_token():
         assert alone[0, 0] == 0
     np.testing.assert_array_equal(values[:, 9:], 0)
     # The value before a token does not depend on the token itself.
-    other = tokens.copy()
-    other[0, 4] = 15
+    other = tokens.at[0, 4].set(15)
     changed = np.asarray(models.token_values(critic, config, other, None, segments))
     np.testing.assert_allclose(changed[0, 4], values[0, 4], atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""The forward pass: what it says does not depend on how it was asked."""
+"""The forward pass: results do not depend on layout, mesh or chunks."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ import pytest
 
 from rljax import mesh as meshes
 from rljax import models
-from rljax.models import attention, forward, logprobs
+from rljax.models import forward
 
 V, ROWS, T = 53, 8, 16
 
@@ -273,79 +273,6 @@ def test_a_broken_sequence_leaves_the_others_alone(params, batch):
         assert np.array_equal(gradient[1:], want_gradient[1:])
         # It is not hidden from its own sequence.
         assert np.isnan(got[second]).all()
-
-
-def test_attention_keeps_what_is_not_finite_where_it_is():
-    rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(1, 6, h, 4)), jnp.float32) for h in (4, 2, 2))
-    segments = jnp.asarray([[1, 1, 2, 2, 2, 0]])
-    attend = attention.full_attention(jnp.arange(6)[None], segments)
-
-    @jax.jit
-    def step(q, k, v):
-        def f(q, k, v):
-            out = attend(q, k, v, jnp.int32(0), None, scale=0.5)[0]
-            # A cotangent that is not finite, as of the loss of a broken sequence.
-            return jnp.sum(out[:, :2] ** 2) + jnp.sum(out[:, 2:]), out
-
-        return jax.value_and_grad(f, (0, 1, 2), has_aux=True)(q, k, v)
-
-    (_, want), want_gradients = step(q, k, v)
-    for i in range(3):
-        parts = [q, k, v]
-        parts[i] = parts[i].at[0, 3, 0].set(jnp.nan)
-        (_, got), gradients = step(*parts)
-        assert np.array_equal(got[:, [0, 1, 2, 5]], want[:, [0, 1, 2, 5]])
-        assert np.isnan(got[0, 3]).any()
-        assert np.isnan(got[0, 4]).any() == (i > 0)  # a later query of the same sequence
-        for g, w in zip(gradients, want_gradients, strict=True):
-            assert np.array_equal(g[:, :2], w[:, :2])
-
-
-def test_entropy_is_in_nats_of_the_distribution_at_that_temperature():
-    config = models.decoder(
-        vocab_size=3, hidden_size=3, num_layers=1, num_heads=1, head_dim=2, intermediate_size=2,
-        tie_embeddings=False,
-    )  # fmt: skip
-    probabilities = jnp.asarray([[[1 / 3] * 3, [0.97, 0.02, 0.01]]])
-    params = {"output": jnp.eye(3)}
-    for temperature in (1.0, 0.5):
-        hidden = temperature * jnp.log(probabilities)
-        targets = jnp.asarray([[0, 2]])
-        logp, entropy = logprobs._score(params, config, hidden, targets, temperature, 8, None)
-        np.testing.assert_allclose(entropy[0] / np.log(2), [1.584963, 0.221941], atol=1e-6)
-        np.testing.assert_allclose(logp[0], np.log([1 / 3, 0.01]), rtol=1e-5)
-
-
-def test_a_replayed_support_renormalises_what_was_kept():
-    params = {"output": jnp.eye(4)}
-    config = models.decoder(
-        vocab_size=4, hidden_size=4, num_layers=1, num_heads=1, head_dim=2, intermediate_size=2,
-        tie_embeddings=False,
-    )  # fmt: skip
-    hidden = jnp.log(jnp.asarray([[[0.5, 0.3, 0.15, 0.05]] * 3]))
-    targets = jnp.asarray([[1, 1, 2]])
-    support = jnp.asarray([[[1, 0, -1], [-1, -1, -1], [2, -1, -1]]])
-
-    @functools.partial(jax.value_and_grad, has_aux=True)
-    def score(hidden, chunk=8):
-        found = logprobs._score(params, config, hidden, targets, 1.0, chunk, support)
-        return found[0].sum(), found
-
-    (_, (logp, entropy)), gradient = jax.jit(score)(hidden)
-    np.testing.assert_allclose(logp[0], np.log([0.3 / 0.8, 0.3, 1.0]), atol=1e-6)
-    binary = -(0.375 * np.log(0.375) + 0.625 * np.log(0.625))
-    whole = -sum(p * np.log(p) for p in (0.5, 0.3, 0.15, 0.05))
-    np.testing.assert_allclose(entropy[0], [binary, whole, 0.0], atol=1e-6)
-    # Only what was kept can move it, and one token alone cannot.
-    np.testing.assert_allclose(gradient[0, 0], [-0.625, 0.625, 0, 0], atol=1e-6)
-    np.testing.assert_allclose(gradient[0, 2], 0, atol=1e-6)
-    chunked = functools.partial(score, chunk=1)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
-        jax.jit(chunked)(hidden),
-        ((logp.sum(), (logp, entropy)), gradient),
-    )
 
 
 # Routing.

@@ -27,7 +27,7 @@ def configuration(family, **fields):
         "norm_eps": 1e-5,
         "qk_norm": None,
         "tie_embeddings": False,
-        "max_position": 256,
+        "max_positions": 256,
     }
     return models.decoder(**(shared | fields), family=family)
 
@@ -43,7 +43,7 @@ def write(file, params, config=CONFIG, kind=None, **fields):
     out = gguf.GGUFWriter(file, family)
     values = {
         "block_count": config.num_layers,
-        "context_length": config.max_position,
+        "context_length": config.max_positions,
         "embedding_length": config.hidden_size,
         "feed_forward_length": 64,
         "attention.head_count": attention.num_heads,
@@ -105,7 +105,7 @@ def test_reads_configuration_and_weights(file, params):
     config, found = models.from_pretrained(file)
     assert config.norm_eps == pytest.approx(1e-5)  # float32 in the file
     assert config.stacks == CONFIG.stacks and not config.tie_embeddings
-    assert (config.vocab_size, config.hidden_size, config.max_position) == (48, 32, 256)
+    assert (config.vocab_size, config.hidden_size, config.max_positions) == (48, 32, 256)
     assert config.family == "llama"
     assert_equal_trees(params, found)
 

@@ -21,6 +21,7 @@ from rljax.models import (
     Stack,
 )
 from rljax.models.families.common import stacks
+from rljax.monitoring import compilations
 
 CONFIG = models.decoder(
     vocab_size=64,
@@ -89,9 +90,9 @@ def test_check_names_what_does_not_fit(params):
         return p
 
     for change, message in [
-        (lambda p: p.pop("norm"), r"norm.*says \(16,\), got absent"),
-        (lambda p: p.update(extra=p["norm"]), r"extra.*says absent, got \(16,\)"),
-        (lambda p: p.update(norm=p["norm"][:8]), r"norm.*says \(16,\), got \(8,\)"),
+        (lambda p: p.pop("norm"), r"norm.*has \(16,\), got absent"),
+        (lambda p: p.update(extra=p["norm"]), r"extra.*has absent, got \(16,\)"),
+        (lambda p: p.update(norm=p["norm"][:8]), r"norm.*has \(16,\), got \(8,\)"),
     ]:
         with pytest.raises(ValueError, match=message):
             models.check(spoiled(change), CONFIG)
@@ -173,3 +174,22 @@ def test_unequal_layers_are_grouped_into_few_stacks():
 def test_configurations_that_cannot_be_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_equal_models_are_initialised_by_one_program():
+    config = models.decoder(
+        vocab_size=9, hidden_size=8, num_layers=1, num_heads=2, intermediate_size=8
+    )
+    first = models.init(jax.random.key(0), config)
+    models.init_critic(first, config)
+    before = compilations.count()
+    again = models.init(jax.random.key(1), config)
+    models.init_critic(again, config)
+    assert compilations.count() == before
+
+
+def test_decoder_refuses_what_it_does_not_know():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'heads'"):
+        models.decoder(
+            vocab_size=9, hidden_size=8, num_layers=1, num_heads=2, intermediate_size=8, heads=3
+        )

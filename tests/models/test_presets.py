@@ -54,7 +54,7 @@ def test_presets_can_be_written_as_config_json(name):
     config = presets.PRESETS[name]()
     back = families.read_fields(families.write_fields(config), "config.json")
     assert back.layers == config.layers and back.stacks == config.stacks
-    assert back.vocab_size == config.vocab_size and back.max_position == config.max_position
+    assert back.vocab_size == config.vocab_size and back.max_positions == config.max_positions
 
 
 def test_published_config_json_is_read_as_the_preset():
@@ -177,7 +177,7 @@ def test_published_config_json_is_read_as_the_preset():
         (deepseek, presets.deepseek_v3()),
     ):
         found = families.read_fields(fields, "config.json")
-        for name in ("stacks", "vocab_size", "norm_eps", "tie_embeddings", "max_position"):
+        for name in ("stacks", "vocab_size", "norm_eps", "tie_embeddings", "max_positions"):
             assert getattr(found, name) == getattr(preset, name), name
 
 

@@ -171,7 +171,7 @@ def test_a_process_reads_only_what_it_holds(monkeypatch):
         "addressable_devices_indices_map",
         lambda self, shape: {d: i for d, i in every(self, shape).items() if d in mine},
     )
-    monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, s, f: np.zeros(shape))
+    monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, s, f: jnp.zeros(shape))
     models.from_pretrained(GOLDEN / "qwen3_moe", mesh=mesh)
     experts = {n.split("experts.")[1][0] for n in read if ".experts." in n}
     assert experts == {"2", "3"}
@@ -270,7 +270,7 @@ def test_rotary_buffers_and_a_tied_output_matrix_may_be_there(folder):
     assert_equal_trees(
         models.from_pretrained(folder)[1], models.from_pretrained(GOLDEN / "qwen3")[1]
     )
-    # transformers would not tie these two, whatever the configuration says.
+    # transformers would not tie these two, whatever the configuration.
     edit_weights(folder, lambda a: a.update({"lm_head.weight": a["lm_head.weight"] + 1}))
     assert "tie_word_embeddings is true but 'lm_head.weight' differs" in refusal(folder)
 
@@ -291,9 +291,29 @@ def test_folders_that_are_no_models_are_refused(folder, tmp_path):
     assert "found pytorch_model.bin: save it again as safetensors" in refusal(folder)
     (folder / "pytorch_model.bin").rename(folder / "x.gguf")
     assert "give the path of the .gguf file itself" in refusal(folder)
+    (folder / "model-00001-of-00002.safetensors").touch()
+    assert (
+        "has model-00001-of-00002.safetensors but no model.safetensors.index.json, which names the "
+        "file of each weight; fetch it too" in refusal(folder)
+    )
+    (folder / "model-00001-of-00002.safetensors").unlink()
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (folder / huggingface.INDEX).write_text(json.dumps(index))
     assert "names 'model-00001-of-00002.safetensors', which is not there" in refusal(folder)
+
+
+def test_a_weight_is_read_from_the_file_that_the_index_names(folder):
+    _, want = models.from_pretrained(folder)
+    arrays = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    stale = {"model.norm.weight": arrays["model.norm.weight"] + 1}
+    first = {"model.norm.weight": arrays.pop("model.norm.weight")}
+    # The second file, read last, holds an older copy of the first one's weight.
+    save_file(first, folder / "a.safetensors")
+    save_file({**arrays, **stale}, folder / "b.safetensors")
+    weight_map = {**dict.fromkeys(arrays, "b.safetensors"), "model.norm.weight": "a.safetensors"}
+    (folder / huggingface.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert_equal_trees(models.from_pretrained(folder)[1], want)
 
 
 def test_weights_that_are_no_floats_are_refused(folder):
@@ -320,7 +340,7 @@ def test_weights_that_are_no_floats_are_refused(folder):
             {"layer_types": ["full_attention", "chunked_attention"]},
             "layer_types holds 'chunked_attention', which is not supported",
         ),
-        ({"layer_types": ["full_attention"]}, "layer_types says 1 layers, num_hidden_layers=2"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, num_hidden_layers=2"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear' is not supp"),
         (
             {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}},
@@ -439,7 +459,7 @@ def test_windows_are_those_that_transformers_sees(family, fields, windows):
 
 
 def test_fields_that_say_nothing_are_accepted(folder):
-    edit_config(folder, something_else=False, _name_or_path="x")
+    edit_config(folder, something_else=False, _name_or_path="x", auto_map={"AutoModel": "x.Y"})
     models.from_pretrained(folder)
 
 

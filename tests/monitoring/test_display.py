@@ -8,7 +8,7 @@ import time
 import pytest
 from rich.console import Console
 
-from rljax.monitoring import LiveDisplay
+from rljax.monitoring import LiveDisplay, shown_metrics
 from rljax.monitoring import display as display_module
 
 pytestmark = pytest.mark.smoke
@@ -159,11 +159,11 @@ def test_log_records_appear_above_the_panel():
 
 
 def test_the_history_of_a_long_run_stays_small():
-    history = display_module._History()
+    history = shown_metrics.History()
     for step in range(10_000):
         history.add(step, step)
     history.add(10_000, float("nan"))
-    assert len(history._points) < display_module._POINTS
+    assert len(history._points) < shown_metrics.MAX_POINTS
     assert history.sparkline(8) == "▁▂▃▄▅▆▇█"
 
 

@@ -191,6 +191,19 @@ def test_what_else_is_asked_for_survives_preemption_and_stop_strings(dense, prom
     assert min(len(r.tokens) for r in found.values()) < 13
 
 
+@pytest.mark.parametrize("expert", [0, 2])
+def test_prompts_are_scored_where_that_is_asked(mixture, prompts, expert):
+    mesh = meshes.make(fsdp=2, expert=expert, devices=jax.devices()[:4]) if expert else None
+    sampling = [SamplingParams(max_tokens=3, prompt_logprobs=i == 4) for i in range(6)]
+    found = run(make_engine(mixture, mesh=mesh), prompts, 2, sampling)
+    for (p, _), response in found.items():
+        assert (response.prompt_logp is not None) == (p == 4)
+    scored = dataclasses.replace(found[4, 0], tokens=prompts[4][1:])
+    expected, _ = trainer_logp(mixture, prompts[4][:1], scored, 1.0)
+    assert found[4, 0].prompt_logp[0] == 0
+    np.testing.assert_allclose(found[4, 1].prompt_logp[1:], expected, rtol=0, atol=1e-5)
+
+
 def test_greedy_is_the_argmax_of_the_full_forward(dense, prompts):
     found = run(make_engine(dense), prompts, 1, SamplingParams(max_tokens=9, temperature=0.0))
     config, params = dense

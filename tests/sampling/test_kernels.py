@@ -42,8 +42,8 @@ def test_one_cpu_device_in_float32_takes_the_kernels_by_itself(dense, prompts, c
     [
         ({"dtype": "bfloat16"}, {}, "got 1 cpu in bfloat16"),
         ({}, {"mesh": 2}, "got 2 cpu in float32"),
-        ({}, {"gathered": False}, "gathered=False was asked for"),
-        ({"expert_backend": "ragged"}, {}, "expert_backend='ragged' was asked for"),
+        ({}, {"gathered": False}, "gathered=False was requested"),
+        ({"expert_backend": "ragged"}, {}, "expert_backend='ragged' was requested"),
     ],
 )
 def test_elsewhere_it_does_without_and_says_why(dense, caplog, change, options, reason):

@@ -26,7 +26,9 @@ def make(dense, **options):
 def test_what_is_known_of_the_requests_saves_programs_and_nothing_is_compiled_later(dense, options):
     engine = make(dense, **options)
     rng = np.random.default_rng(0)
-    sampling = [SamplingParams(max_tokens=n, top_k=3 * (n % 2)) for n in (2, 7, 12)]
+    sampling = [
+        SamplingParams(max_tokens=n, top_k=3 * (n % 2), prompt_logprobs=n == 7) for n in (2, 7, 12)
+    ]
     lines = []
     ran = engine.warm_up(sampling=sampling, max_prompt_length=40, num_requests=6, tell=lines.append)
     shapes = (engine.runner.shapes, engine.runner.prefill_shapes)

@@ -15,11 +15,11 @@ from rljax_kernels import cpu
 
 from experiments import train
 from experiments.flags import parse
-from rljax import mesh as meshes
 from rljax import models
-from rljax.config import PRESETS, Config
+from rljax.config import Config, ObjectiveSettings
 from rljax.data import CharTokenizer
-from rljax.training import setup
+from rljax.presets import PRESETS
+from rljax.training.policy import open_policy
 
 sys.path.insert(0, str(Path(__file__).parent))
 from runs import ROOT, SHORT, command
@@ -63,7 +63,6 @@ def base(tmp_path_factory):
         (["--cap=3", "--objective=grpo"], "cap=3.0 means nothing to objective=grpo"),
         (["--objective=dr_grpo", "--mask_truncated=True"], "means nothing to objective=dr_grpo"),
         (["--overlong_max=9", "--objective=dapo"], "longer than max_completion_length=6"),
-        (["--kl_cov=1", "--objective=cispo"], "takes the place of a clipping window"),
         (["--router_bias_update_rate=0.001"], "have no correction bias"),
         (["--lora_rank=2", "--lora_targets=nothing"], "'nothing' names no matrix of the model"),
         (["--objective=distillation"], "distillation needs a teacher"),
@@ -111,7 +110,7 @@ def test_a_kept_support_is_trained_under(base, tmp_path):
 
     Drawn and trained with the CPU's kernels, where they can be built.
     """
-    native = ["--native_rollouts=True", "--expert_backend=native"] if cpu.compiler() else []
+    native = ["--rollout_kernels=native", "--expert_backend=native"] if cpu.compiler() else []
     process = command(
         tmp_path / "run", f"--data={base}/data.jsonl", "--sft_target=0", "--steps=2",
         "--top_p=0.9", "--top_k=8", "--max_support=6", "--temperature=0.8",
@@ -141,8 +140,7 @@ def test_a_run_on_a_mesh_exchanges_tokens_as_asked(base, tmp_path):
 def test_settings_of_the_model_reach_it():
     flags = ["--expert_dispatch=all_to_all", "--remat=True", "--compute_dtype=bfloat16"]
     flags += ["--pipeline_repeats=2", "--pipeline_rows=3"]
-    _, config = parse(flags, "train")
-    found = setup._Policy.open(config, meshes.make(fsdp=8), meshes.TRAIN_RULES).model
+    found = open_policy(parse(flags, "train").config, lambda: "0123456789").model
     assert (found.expert_dispatch, found.remat, found.dtype) == ("all_to_all", True, "bfloat16")
     assert (found.pipeline_repeats, found.pipeline_rows) == (2, 3)
 
@@ -245,11 +243,58 @@ def test_presets_are_valid_and_documented(name):
 @pytest.mark.smoke
 def test_every_field_is_read_somewhere():
     """An option that nothing reads does nothing."""
-    source = "".join(p.read_text() for p in (ROOT / "rljax").rglob("*.py") if p.name != "config.py")
-    own = (ROOT / "rljax" / "config.py").read_text().split("def check")[1]
-    objective = {f.name for f in dataclasses.fields(Config().objective)}
-    for part in dataclasses.fields(Config):
-        for field in dataclasses.fields(part.default):
-            if field.name in objective:
-                continue  # handed over by name, refused where they mean nothing
-            assert f".{field.name}" in source or f".{field.name}" in own, field.name
+    files = [p for p in (ROOT / "rljax").rglob("*.py") if p.name != "settings.py"]
+    source = "".join(p.read_text() for p in files)
+    by_name = vars(Config().objective).keys() | vars(Config().terms).keys()
+    for name in Config().flat().keys() - by_name:  # those are refused where they mean nothing
+        assert f".{name}" in source, name
+
+
+@pytest.mark.smoke
+def test_settings_have_one_name_each():
+    parts = [getattr(Config(), part.name) for part in dataclasses.fields(Config)]
+    names = [field.name for part in parts for field in dataclasses.fields(part)]
+    assert len(names) == len(set(names)) == len(Config().flat())
+
+
+@pytest.mark.smoke
+def test_a_model_without_a_preset_starts_from_neutral_defaults():
+    parsed = parse(["--model=somewhere", "--data=questions.jsonl"], "train")
+    assert parsed.name == "custom"
+    assert parsed.config.optimizer.learning_rate <= 1e-5
+    assert parsed.config.rollout.max_completion_length >= 512
+    assert parsed.config.objective == ObjectiveSettings()
+    parsed = parse(["--model=tiny-moe", "--preset", "arithmetic"], "train")
+    assert parsed.config == PRESETS["arithmetic"]()
+
+
+@pytest.mark.smoke
+def test_print_config_says_what_would_be_used_and_why(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train", "--print-config", "--steps", "7"])
+    assert train.main() == 0
+    lines = {x.split()[0]: x.split(None, 1)[1] for x in capsys.readouterr().out.splitlines()}
+    assert lines.keys() == Config().flat().keys()
+    assert lines["steps"].split() == ["7", "flag"]
+    assert lines["learning_rate"].split() == ["0.001", "preset", "arithmetic"]
+    assert lines["top_k"].split() == ["0", "default"]
+
+
+@pytest.mark.smoke
+def test_a_flag_that_was_renamed_is_refused_with_its_new_name():
+    with pytest.raises(ValueError, match="--native_rollouts is now --rollout_kernels"):
+        parse(["--native_rollouts=True"], "train")
+    with pytest.raises(ValueError, match="--expert_exchange is now --expert_dispatch"):
+        parse(["--expert_exchange", "gather"], "train")
+
+
+@pytest.mark.smoke
+def test_only_refusals_become_one_line(monkeypatch):
+    """A fault inside keeps its traceback."""
+
+    def fail(*_, **__):
+        raise ValueError("a fault of the library")
+
+    monkeypatch.setattr(sys, "argv", ["train", "--num_processes=1"])
+    monkeypatch.setattr("rljax.training.train", fail)
+    with pytest.raises(ValueError, match="a fault of the library"):
+        train.main()

@@ -99,7 +99,8 @@ def test_an_objective_of_your_own_comes_from_a_file(tmp_path):
     found = build(objective=f"{path}:ready", entropy_coef=0.1)
     assert found.advantage == L.group_center()
     assert found.regularisers == (L.entropy_bonus(0.1),)
-    assert build(L.gspo(), objective="ignored") == L.gspo()
+    # One that is given as an object replaces the named one and that one's settings.
+    assert build(L.gspo(), objective="grpo", clip_low=0.3) == L.gspo()
 
 
 @pytest.mark.parametrize(

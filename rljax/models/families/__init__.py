@@ -89,7 +89,7 @@ def write_fields(config: ModelConfig) -> dict[str, Any]:
         "hidden_size",
         "norm_eps",
         "tie_embeddings",
-        "max_position",
+        "max_positions",
         "layers",
     ):
         want, got = getattr(config, name), getattr(back, name)

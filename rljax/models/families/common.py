@@ -131,7 +131,7 @@ def assemble(
         norm_eps=f.number("rms_norm_eps", 1e-6),
         tie_embeddings=bool(f.get("tie_word_embeddings", False)),
         family=family,
-        max_position=f.size("max_position_embeddings", 32_768),
+        max_positions=f.size("max_position_embeddings", 32_768),
     )
     for name, value in _FIXED.items():
         f.must(name, value)
@@ -194,11 +194,12 @@ def write_any(config: ModelConfig) -> dict[str, Any]:
         "rope_theta": attention.rope_theta,
         # rope_theta and rope_scaling are read by transformers 4 and 5 alike.
         "rope_scaling": write_scaling(attention.rope_scaling),
-        "max_position_embeddings": config.max_position,
+        "max_position_embeddings": config.max_positions,
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": False,
         "bos_token_id": None,
         "eos_token_id": None,
+        "pad_token_id": None,
     }
 
 

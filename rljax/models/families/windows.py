@@ -19,7 +19,7 @@ def read_windows(f: Fields, window: int | None, slides: Callable[[int], bool]) -
     kinds = f.get("layer_types", [SLIDING if window and slides(i) else FULL for i in range(count)])
     if len(kinds) != count:
         raise InputError(
-            f"{f.where}: layer_types says {len(kinds)} layers, num_hidden_layers={count}; give one "
+            f"{f.where}: layer_types has {len(kinds)} entries, num_hidden_layers={count}; give one "
             "type for each layer"
         )
     for kind in kinds:

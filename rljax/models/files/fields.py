@@ -11,6 +11,8 @@ from rljax.errors import InputError
 _INERT = frozenset(
     {
         "architectures",
+        "attn_implementation",
+        "auto_map",
         "bad_words_ids",
         "begin_suppress_tokens",
         "bos_token_id",
@@ -34,6 +36,7 @@ _INERT = frozenset(
         "length_penalty",
         "max_length",
         "min_length",
+        "name_or_path",
         "no_repeat_ngram_size",
         "num_beam_groups",
         "num_beams",
@@ -90,7 +93,7 @@ class Fields:
         return name in self._nulls
 
     def assume(self, **values: Any) -> None:
-        """Says what is meant by fields that are absent or null."""
+        """Gives values to fields that are absent or null."""
         self._values = values | self._values
 
     def get(self, name: str, default: Any) -> Any:
@@ -123,7 +126,7 @@ class Fields:
         return float(value)
 
     def must(self, name: str, value: Any) -> None:
-        """Refuses a field that says anything but `value`, the only one that is supported.
+        """Refuses a field of any value but `value`, the only one that is supported.
 
         Raises:
           ValueError: It does.
@@ -135,7 +138,7 @@ class Fields:
             )
 
     def close(self, inert: frozenset[str] | Sequence[str] = _INERT) -> None:
-        """Refuses fields that were not read, unless they say that something is off.
+        """Refuses fields that were not read, unless they switch something off.
 
         Raises:
           ValueError: There is one.

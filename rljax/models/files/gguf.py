@@ -160,7 +160,7 @@ def _config(values: dict[str, Any], vocab: int | None, tied: bool, where: str) -
         norm_eps=f.number(prefix + "attention.layer_norm_rms_epsilon", 1e-5),
         tie_embeddings=tied,
         family=str(family),
-        max_position=f.size(prefix + "context_length", 32_768),
+        max_positions=f.size(prefix + "context_length", 32_768),
     )
     f.close(())
     return config

@@ -41,8 +41,11 @@ class Folder:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._file: dict[str, str] = {}
         self._open: dict[str, Any] | None = None
-        for file in _weight_files(path):
+        files, assigned = _weight_files(path)
+        for file in files:
             for name, (shape, dtype) in _header(path / file).items():
+                if assigned.get(name, file) != file:
+                    continue  # an overlay's older copy of a weight that the index finds elsewhere
                 if dtype not in _FLOATS:
                     raise InputError(
                         f"{path / file}: weight {name!r} is stored as {dtype}; only "
@@ -70,16 +73,24 @@ class Folder:
         return self._open[file].get_slice(name)[cut]
 
 
-def _weight_files(path: Path) -> list[str]:
+def _weight_files(path: Path) -> tuple[list[str], dict[str, str]]:
+    """The folder's weight files, and the file of each weight by the index, if there is one."""
     if (path / INDEX).is_file():
-        files = sorted(set(read_json(path / INDEX).get("weight_map", {}).values()))
+        assigned = read_json(path / INDEX).get("weight_map", {})
+        files = sorted(set(assigned.values()))
         for file in files:
             if not (path / file).is_file():
                 raise InputError(f"{path / INDEX} names {file!r}, which is not there; fetch it too")
         if files:
-            return files
+            return files, assigned
     if (path / SINGLE).is_file():
-        return [SINGLE]
+        return [SINGLE], {}
+    shards = sorted(f.name for f in path.glob("*.safetensors"))
+    if shards:
+        raise InputError(
+            f"model folder {path} has {shards[0]} but no {INDEX}, which names the file of each "
+            "weight; fetch it too"
+        )
     others = sorted(f.name for f in path.iterdir() if f.suffix in (".bin", ".pt", ".gguf"))
     fix = (
         f"found {others[0]}: give the path of the .gguf file itself"

@@ -25,7 +25,7 @@ from rljax.models.parameters import Params, check, declare
 
 _log = logging.getLogger(__name__)
 
-# Buffers that older checkpoints carry and that the configuration already says.
+# Buffers that older checkpoints carry and that follow from the configuration.
 _BUFFERS = (".rotary_emb.inv_freq",)
 
 
@@ -99,7 +99,7 @@ def from_pretrained(
 
 
 def _check_tied(store: weights.Store, embed: str, output: str, where: str) -> None:
-    """Refuses an output matrix beside a tied embedding, unless it says the same."""
+    """Refuses an output matrix beside a tied embedding, unless the two are equal."""
     rows, width = store.shapes[embed]
     same = store.shapes[output] == (rows, width)
     step = max(1, 2**22 // width)
@@ -128,7 +128,7 @@ def save_pretrained(
 
     Args:
       path: The folder; made where it is missing.
-      config: The model; `config.family` says under which names it is saved.
+      config: The model; `config.family` names its weights.
       params: Its parameters, on any mesh; saved in their own dtype.
       extra: Further fields of config.json, such as `eos_token_id`.
       shard_bytes: Bytes of a weight file, beyond which another is begun; also about what memory

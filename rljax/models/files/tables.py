@@ -77,7 +77,7 @@ class Weight:
         return np.ascontiguousarray(array.transpose(order).reshape(self._flat_shape(array.shape)))
 
     def _halves(self, shape: Sequence[int]) -> np.ndarray:
-        """Which stored number stands at each place of ours, along the dimension with pairs."""
+        """The stored index of each of our indices, along the dimension with pairs."""
         size = shape[self.axes[0][-1]]
         first = size - (size if self.rotary is None else self.rotary)
         pairs = np.arange(first, size)

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -94,6 +94,7 @@ def entries(config: ModelConfig, table: Table) -> list[Entry]:
     return out
 
 
+@runtime_checkable
 class Store(Protocol):
     """A weight file or a folder of them, open for reading."""
 
@@ -137,7 +138,7 @@ def check_names(
         if name not in wanted and not name.endswith(tuple(optional)):
             raise InputError(
                 f"{where}: weight {name!r} {shapes[name]} has no place in the configuration, "
-                "which says no such weight; is it of another family?"
+                "which declares no such weight; is it of another family?"
             )
 
 
@@ -163,7 +164,7 @@ def load(
       The parameters. Beyond them memory holds one stacked parameter in the file's dtype at most.
     """
     values: dict[tuple[str | int, ...], jax.Array] = {}
-    # The largest first, while there is room: what is read passes through memory beside it.
+    # The largest first, while most memory is free: each is read into memory beside the others.
     for entry in sorted(found, key=lambda e: -math.prod(e.parameter.shape)):
         with store.reading():
             values[entry.path] = _load_one(entry, store, np.dtype(dtype), mesh, rules)
