@@ -6,6 +6,7 @@ quick and leaves all other types to mypy.
 """
 
 import ast
+import functools
 import importlib.abc
 import importlib.machinery
 import inspect
@@ -35,14 +36,28 @@ def checked(function):
         name: _of_any_kind(hint) if _names_arrays(hint) else typing.Any
         for name, hint in hints.items()
     }
-    return jaxtyping.jaxtyped(function, typechecker=beartype.beartype)
+    strict = jaxtyping.jaxtyped(function, typechecker=beartype.beartype)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        try:
+            return strict(*args, **kwargs)
+        except jaxtyping.TypeCheckError:
+            function(*args, **kwargs)  # which may refuse it by itself, as some tests want to see
+            raise
+
+    return call
 
 
 def _of_any_kind(hint):
-    """The annotation, met by NumPy's arrays where it says JAX's: only shapes and dtypes count."""
+    """The annotation, met by NumPy's arrays where it says JAX's, and by lists and Python numbers.
+
+    Those are converted by what they are given to; an array must have the shape and dtype.
+    """
     if inspect.isclass(hint) and issubclass(hint, jaxtyping.AbstractArray):
         if hint.array_type is jax.Array:
-            return hint.dtype[jax.Array | np.ndarray | np.generic, hint.dim_str]
+            array = hint.dtype[jax.Array | np.ndarray | np.generic, hint.dim_str]
+            return typing.Union[array, list, int, float]  # noqa: UP007
         return hint
     parts = tuple(_of_any_kind(part) for part in typing.get_args(hint))
     origin = typing.get_origin(hint)

@@ -127,7 +127,7 @@ class token_sum(Weights):
 
     def weigh(
         self, kept: Tokens, keep: Tokens, group: Tokens, layout: SequenceLayout
-    ) -> Float[Array, "B _"]:
+    ) -> Float[Array, "1 1"]:
         """The weight of kept tokens."""
         return jnp.ones((1, 1), jnp.float32)
 
