@@ -123,7 +123,11 @@ def mermaid(found: Iterable[Use]) -> str:
     for use in found:
         source, user = package(use.source), package(use.user)
         is_class = use.name[:1].isupper() and not use.name.isupper()
-        if is_class and source not in (user, "rljax", "errors", "config") and user != "rljax":
+        if (
+            is_class
+            and source not in (user, "rljax", "errors", "settings", "config")
+            and user != "rljax"
+        ):
             classes[source, user][use.name] += 1
     lines = ["```mermaid", "flowchart LR"]
     for (source, user), names in sorted(classes.items()):

@@ -5,7 +5,7 @@ import ast
 from experiments import draw_packages as packages
 
 ORDER = (
-    ("errors",),
+    ("errors", "settings"),
     ("batch", "config"),
     ("presets",),
     ("processes",),

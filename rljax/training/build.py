@@ -17,7 +17,6 @@ from rljax import losses as L
 from rljax import mesh as meshes
 from rljax import models, processes
 from rljax.config import Config
-from rljax.data import check_vocabulary
 from rljax.monitoring import MetricsLog
 from rljax.rewards import RewardFunction
 from rljax.rewards.shared import SharedScorer
@@ -79,7 +78,6 @@ def open_run(
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     policy = open_policy(config, lambda: run_alphabet(config, prompts, eval_prompts), mesh)
     _warn_of_positions(config, policy)
-    check_vocabulary(policy.tokenizer, policy.model.vocab_size, config.data.template)
     asked = load_run_prompts(config, policy.tokenizer, prompts, eval_prompts)
     with contextlib.ExitStack() as stack:
         source = _open_source(stack, config, directory, policy, asked, rewards)

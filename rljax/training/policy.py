@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from rljax import mesh as meshes
 from rljax import models, processes
 from rljax.config import Config
-from rljax.data import CharTokenizer, Tokenizer, load_tokenizer, model_path
+from rljax.data import CharTokenizer, Tokenizer, check_vocabulary, load_tokenizer, model_path
 from rljax.errors import InputError
 from rljax.models import ModelConfig, Params
 from rljax.training.state import TrainState
@@ -78,7 +78,9 @@ def open_policy(config: Config, alphabet: Callable[[], str], mesh: Mesh | None =
         model, params = models.from_pretrained(
             path, jnp.float32, mesh, rules=rules, compute_dtype=settings.compute_dtype
         )
-        model = dataclasses.replace(model, **_computation(config))
+        check_vocabulary(tokenizer, model.vocab_size, config.data.template)
+        # Rows that pad the embedding stand for no text, and are never sampled.
+        model = dataclasses.replace(model, num_tokens=tokenizer.vocab_size, **_computation(config))
 
         def initial() -> Params:
             return params

@@ -40,7 +40,8 @@ def test_final_parameters_are_equal_bit_for_bit(runs):
     base, *_ = runs
     (step, one), (step_again, other) = (last_state(base / n) for n in ("whole", "broken"))
     assert step == step_again == 6
-    assert one["objective"]["adaptive_entropy/entropy_coef"] > 5e-3  # what the objective remembers is there too
+    # What the objective remembers is there too.
+    assert one["objective"]["adaptive_entropy/entropy_coef"] > 5e-3
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
