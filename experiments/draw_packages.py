@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- packages: begin -->", "<!-- packages: end -->"
 MOST_NAMES = 4
+NOT_DRAWN = ("rljax", "errors", "settings", "config")  # which every package uses
 """The most names on one arrow."""
 
 
@@ -114,7 +115,7 @@ def mermaid(found: Iterable[Use]) -> str:
     """The packages as a Mermaid flow chart.
 
     An arrow from one package to another says that the second uses classes of the first, and which;
-    of many the most used. Not drawn: errors and config, which all packages use, and packages of
+    of many the most used. Not drawn: errors, settings and config, which all packages use, and packages of
     which only functions are used.
     """
     classes: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(
@@ -123,11 +124,7 @@ def mermaid(found: Iterable[Use]) -> str:
     for use in found:
         source, user = package(use.source), package(use.user)
         is_class = use.name[:1].isupper() and not use.name.isupper()
-        if (
-            is_class
-            and source not in (user, "rljax", "errors", "settings", "config")
-            and user != "rljax"
-        ):
+        if is_class and source not in (user, *NOT_DRAWN) and user != "rljax":
             classes[source, user][use.name] += 1
     lines = ["```mermaid", "flowchart LR"]
     for (source, user), names in sorted(classes.items()):

@@ -46,8 +46,8 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, template: str = "non
     unused = len(unused_ids(tokenizer, vocab_size))
     if unused:
         _log.warning(
-            "the model's embedding has %d ids beyond the tokenizer's %d; they have no text, so "
-            "rewards do not see them where they are sampled",
+            "the model's embedding has %d ids beyond the tokenizer's %d; they have no text, "
+            "and a run does not sample them",
             unused,
             tokenizer.vocab_size,
         )

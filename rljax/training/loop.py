@@ -85,11 +85,7 @@ def train(
             state = state.replace(step=state.step + 1)
             synced = run.sync_weights(state)  #                      weights -> sampler
             metrics = finish(sampled, scored, prepared, learned, synced, saved)
-            seconds = time.perf_counter() - step_started
-            metrics |= throughput(groups, seconds, metrics["perf/rollout_s"])
-            metrics |= utilisation(
-                run.policy.model, groups, config.update.num_iterations, metrics["perf/update_s"]
-            )
+            metrics |= speed(run, groups, metrics, time.perf_counter() - step_started)
             if run.evaluator.due(state.step) or state.step >= config.run.steps:
                 with display.stage("evaluating") as done:
                     state, evaluated = run.evaluate(state, on_progress=done)
@@ -134,6 +130,15 @@ def begin(
     state = clock.note(state.replace(progress=progress))
     report(run, display, state, run.opening | metrics)
     return state, run.save(state)
+
+
+def speed(
+    run: Run, groups: Sequence[ScoredGroup], metrics: dict[str, float], seconds: float
+) -> dict[str, float]:
+    """Seconds and tokens per second of a step, and how far it used the devices."""
+    passes, update_s = run.config.update.num_iterations, metrics["perf/update_s"]
+    used = utilisation(run.policy.model, groups, passes, update_s)
+    return throughput(groups, seconds, metrics["perf/rollout_s"]) | used
 
 
 def report(
