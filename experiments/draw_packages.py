@@ -115,8 +115,8 @@ def mermaid(found: Iterable[Use]) -> str:
     """The packages as a Mermaid flow chart.
 
     An arrow from one package to another says that the second uses classes of the first, and which;
-    of many the most used. Not drawn: errors, settings and config, which all packages use, and packages of
-    which only functions are used.
+    of many the most used. Not drawn: errors, settings and config, which all packages use, and
+    packages of which only functions are used.
     """
     classes: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(
         collections.Counter
