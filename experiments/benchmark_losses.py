@@ -32,12 +32,12 @@ class Config:
     """What to time.
 
     Attributes:
-        responses: Responses in the batch.
-        length: Tokens of a row, prompt and padding included.
-        repeats: Timed runs; the median and the fastest are reported.
-        metrics: Whether to compute the metrics too.
-        torch_python: A Python that has torch, for the other half; None: this one, if it has torch.
-        seed: Of the batch.
+      responses: Responses in the batch.
+      length: Tokens of a row, prompt and padding included.
+      repeats: Timed runs; the median and the fastest are reported.
+      metrics: Whether to compute the metrics too.
+      torch_python: A Python that has torch, for the other half; None: this one, if it has torch.
+      seed: Of the batch.
     """
 
     responses: int = 64

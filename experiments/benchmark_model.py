@@ -37,16 +37,16 @@ class Config:
     """What to time.
 
     Attributes:
-        models: Names of `rljax.models.PRESETS`.
-        shapes: Rows x tokens of a row.
-        micro_batch: Rows computed at once, at most.
-        repeats: Timed runs; the median and the fastest are reported.
-        warm_up: Runs before them.
-        threads: What torch tries.
-        matmul_size: Side of the square matrices that tell the machine's peak.
-        torch_python: A Python that has torch and transformers; None: this one, if it has torch.
-        native: Whether rljax uses the kernels of `rljax_kernels.cpu`, where it has them.
-        seed: Of the weights and tokens.
+      models: Names of `rljax.models.PRESETS`.
+      shapes: Rows x tokens of a row.
+      micro_batch: Rows computed at once, at most.
+      repeats: Timed runs; the median and the fastest are reported.
+      warm_up: Runs before them.
+      threads: What torch tries.
+      matmul_size: Side of the square matrices that tell the machine's peak.
+      torch_python: A Python that has torch and transformers; None: this one, if it has torch.
+      native: Whether rljax uses the kernels of `rljax_kernels.cpu`, where it has them.
+      seed: Of the weights and tokens.
     """
 
     models: tuple[str, ...] = ("speed-s", "speed-m")

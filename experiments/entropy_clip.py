@@ -42,15 +42,15 @@ class Config:
     """The experiment.
 
     Attributes:
-        steps: Batches sampled.
-        passes: Passes over each batch (num_iterations).
-        learning_rate: Of plain gradient descent on the logits.
-        seeds: Paired runs, at least 20.
-        prompts: Prompts a step; all share the one policy.
-        num_generations: Responses a prompt.
-        length: Tokens of a response.
-        vocabulary: Choices of a token.
-        plot: Where to write a figure; None: nowhere.
+      steps: Batches sampled.
+      passes: Passes over each batch (num_iterations).
+      learning_rate: Of plain gradient descent on the logits.
+      seeds: Paired runs, at least 20.
+      prompts: Prompts a step; all share the one policy.
+      num_generations: Responses a prompt.
+      length: Tokens of a response.
+      vocabulary: Choices of a token.
+      plot: Where to write a figure; None: nowhere.
     """
 
     steps: int = 60

@@ -77,11 +77,11 @@ def generate(config: Config) -> dict[str, Any]:
     """Samples all prompts, and writes the groups as they are finished.
 
     Returns:
-        responses, tokens, seconds (of sampling, compilation included), out.
+      responses, tokens, seconds (of sampling, compilation included), out.
 
     Raises:
-        ValueError: Something in the configuration or the file does not fit; one line.
-        OSError: A file does not exist, or cannot be written.
+      ValueError: Something in the configuration or the file does not fit; one line.
+      OSError: A file does not exist, or cannot be written.
     """
     import jax
 

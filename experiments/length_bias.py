@@ -44,15 +44,15 @@ class Config:
     """The experiment.
 
     Attributes:
-        steps: On-policy updates.
-        learning_rate: Of plain gradient descent on the two logits of going on.
-        cap: Longest response, tokens; also the constant of the constant aggregator.
-        start: Mean length at the start, tokens.
-        prompts: Prompts a step.
-        num_generations: Responses a prompt.
-        correct: Probability of a right response, frozen.
-        seeds: Independent runs, at least 10 for the intervals.
-        plot: Where to write a figure; None: nowhere.
+      steps: On-policy updates.
+      learning_rate: Of plain gradient descent on the two logits of going on.
+      cap: Longest response, tokens; also the constant of the constant aggregator.
+      start: Mean length at the start, tokens.
+      prompts: Prompts a step.
+      num_generations: Responses a prompt.
+      correct: Probability of a right response, frozen.
+      seeds: Independent runs, at least 10 for the intervals.
+      plot: Where to write a figure; None: nowhere.
     """
 
     steps: int = 300

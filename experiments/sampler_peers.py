@@ -19,17 +19,17 @@ class Config:
     """What to time.
 
     Attributes:
-        models: Configurations: S, a dense model of 29M parameters, and M, S with 8 experts.
-        workloads: Lengths of the responses.
-        prompts: Prompts.
-        prompt_length: Tokens of each.
-        generations: Responses a prompt.
-        new_tokens: Tokens of the longest response.
-        repeats: Timed runs; the median and the fastest are reported.
-        kernels: Whether the engine, and its limit, decode with the kernels for CPUs: where that is
-            possible (auto), else refuse (native), or never (off).
-        torch_python: A Python with torch and transformers; None: this one, if it has them.
-        vllm_python: A Python with vLLM's CPU build; None: this one, if it has it.
+      models: Configurations: S, a dense model of 29M parameters, and M, S with 8 experts.
+      workloads: Lengths of the responses.
+      prompts: Prompts.
+      prompt_length: Tokens of each.
+      generations: Responses a prompt.
+      new_tokens: Tokens of the longest response.
+      repeats: Timed runs; the median and the fastest are reported.
+      kernels: Whether the engine, and its limit, decode with the kernels for CPUs: where that is
+        possible (auto), else refuse (native), or never (off).
+      torch_python: A Python with torch and transformers; None: this one, if it has them.
+      vllm_python: A Python with vLLM's CPU build; None: this one, if it has it.
     """
 
     models: tuple[Literal["speed-s", "speed-m"], ...] = ("speed-s", "speed-m")

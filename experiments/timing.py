@@ -49,14 +49,14 @@ def peer_half(
     """What a benchmark's `run_torch` or `run_vllm` gives, through JSON.
 
     Args:
-        library: The peer.
-        python: The Python that runs it; None: this one.
-        module: The benchmark's full name.
-        config: Its `Config`, the first argument.
-        **arguments: Further arguments, as JSON holds them.
+      library: The peer.
+      python: The Python that runs it; None: this one.
+      module: The benchmark's full name.
+      config: Its `Config`, the first argument.
+      **arguments: Further arguments, as JSON holds them.
 
     Returns:
-        The result; None where this Python is to run it and has no such library.
+      The result; None where this Python is to run it and has no such library.
     """
     function = f"run_{library}"
     if python is None:

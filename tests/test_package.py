@@ -1,6 +1,8 @@
 """Properties of the source as a whole: what is installed, logged, printed and imported."""
 
 import ast
+import itertools
+import re
 import tomllib
 from pathlib import Path
 
@@ -45,3 +47,19 @@ def test_module_loggers_have_one_name():
         for node in tree.body:
             if isinstance(node, ast.Assign) and "getLogger(" in ast.unparse(node.value):
                 assert ast.unparse(node) == "_log = logging.getLogger(__name__)", f"{file}"
+
+
+_SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):")
+
+
+def test_docstring_sections_are_indented_by_two_spaces():
+    folders = ("rljax", "kernels", "experiments")
+    for file in (file for folder in folders for file in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                continue
+            lines = (ast.get_docstring(node) or "").splitlines()
+            for head, line in itertools.pairwise(lines):
+                if _SECTION.fullmatch(head):
+                    where = f"{file.relative_to(ROOT)}: {getattr(node, 'name', 'module')}"
+                    assert re.match(r"  \S", line), f"{where}: {head} {line!r}"

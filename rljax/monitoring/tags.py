@@ -12,6 +12,7 @@ CONDITIONS: dict[str, str] = {
     "scored": "at steps whose log-probabilities the trainer computes before the first update: with "
     "several updates a step, a correction, stale responses, or an objective that needs them",
     "correction": "by objectives with a correction for the sampler's mismatch, and --truncated_is",
+    "rejection": "by objectives with a correction that rejects: icepop, sequence or geometric masks",
     "dual_clip": "by objectives with dual clipping",
     "off_policy_mask": "by objectives that mask off-policy responses: deepseek_v32",
     "reference": "with a KL to the reference policy: beta > 0",
@@ -187,7 +188,7 @@ TAGS: tuple[Tag, ...] = (
     Tag(
         "mismatch/ess", "1", "Effective sample size of the importance weights, as a share", "scored"
     ),
-    Tag("mismatch/masked_frac", "1", "Share of tokens that a correction rejected", "correction"),
+    Tag("mismatch/masked_frac", "1", "Share of tokens that a correction rejected", "rejection"),
     Tag(
         "mismatch/routing_flip_frac",
         "1",

@@ -50,6 +50,15 @@ class FirstUses:
             time.perf_counter() - started,
         )
 
+    @contextlib.contextmanager
+    def quietly(self, program: str) -> Iterator[None]:
+        """Takes the compilations inside the block for announced, if it is the first of its name."""
+        before = compilations.count()
+        yield
+        if (program, "") not in self._seen:
+            self._seen.add((program, ""))
+            self.announced += compilations.count() - before
+
     def warn(self, line: str) -> None:
         """Logs a warning the first time that it is given."""
         if (line, "") not in self._seen:

@@ -151,7 +151,8 @@ class Run:
         Returns:
           The state with the accuracy noted, and metrics.
         """
-        progress, metrics = self.evaluator.greedy(state.progress, on_progress)
+        with self.learner.first_uses.quietly("evaluation"):
+            progress, metrics = self.evaluator.greedy(state.progress, on_progress)
         if sampled:
             metrics = metrics | self.evaluator.sampled(on_progress)
         return state.replace(progress=progress), metrics
@@ -159,7 +160,8 @@ class Run:
     def save(self, state: RunState) -> Metrics:
         """Writes a checkpoint in the background."""
         started = time.perf_counter()
-        self.checkpoints.save(state)
+        with self.learner.first_uses.quietly("saving"):
+            self.checkpoints.save(state)
         return {"perf/checkpoint_s": time.perf_counter() - started}
 
     def weights(self, state: RunState) -> Params:

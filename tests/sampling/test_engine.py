@@ -561,7 +561,7 @@ def test_other_bad_requests_are_refused(dense):
         Engine(dense[0], meshes.make(fsdp=8), rules=meshes.TRAIN_RULES)
     with pytest.raises(ValueError, match="needs 9"):
         Engine(dense[0], page_size=4, max_length=32, num_pages=8)
-    with pytest.raises(ValueError, match="for one cpu device in float32, got 8 cpu"):
+    with pytest.raises(ValueError, match="needs one cpu device in float32, got 8 cpu"):
         Engine(dense[0], slots=8, kernels="native", mesh=meshes.make(data=8))
     with pytest.raises(ValueError, match="got 1 cpu in bfloat16; use kernels='auto'"):
         Engine(dataclasses.replace(dense[0], dtype="bfloat16"), kernels="native")

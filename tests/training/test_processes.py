@@ -208,7 +208,8 @@ def jobset_command():
 @pytest.mark.parametrize("written", [slurm_command, jobset_command])
 def test_the_launch_scripts_call_what_exists(written):
     line = written().replace('"$@"', "--preset arithmetic").replace("$JOB_COMPLETION_INDEX", "1")
-    name, config = parse(shlex.split(line.replace("$RUN_DIR", "runs/x")), "train")
+    parsed = parse(shlex.split(line.replace("$RUN_DIR", "runs/x")), "train")
+    name, config = parsed.name, parsed.config
     assert name == "arithmetic"
     assert config.run.run_dir and config.processes.heartbeat_timeout == 100
 
