@@ -88,22 +88,9 @@ def open_run(
         if processes.is_first():
             log = stack.enter_context(MetricsLog(directory, state.step if restored else None))
         stack.enter_context(jax.set_mesh(policy.mesh))
-        if restored or config.supervised.sft_target <= 0:
-            source.engine.load(policy.weights(state.train), version=state.step)
-        else:  # the supervised warm-up is version 0 as well
-            source.engine.load(state.train.whole, version=0)
-        _warm_up(config, source, asked)
         values: dict[str, float] = {}
         if not restored and config.supervised.sft_target > 0:
-            params, values = supervised.warm_up(
-                config,
-                policy,
-                source,
-                asked.stream.prompts,
-                asked.validation,
-                state.train.whole,
-            )
-            state = state.replace(train=supervised.adopt(state.train, params, policy))
+            state, values = _supervise(config, policy, source, asked, state)
         train, reference = freeze_reference(
             directory / "reference",
             policy,
@@ -127,6 +114,8 @@ def open_run(
         )
         state = state.replace(train=train)
         run.sync_weights(state)
+        if not values:
+            _compile_engine(config, source, asked)
         yield run, state
 
 
@@ -183,7 +172,20 @@ def _make_engine(config: Config, policy: Policy, sampling: SamplingParams) -> En
     )
 
 
-def _warm_up(config: Config, source: GroupSource, prompts: RunPrompts) -> None:
+def _supervise(
+    config: Config, policy: Policy, source: GroupSource, prompts: RunPrompts, state: RunState
+) -> tuple[RunState, dict[str, float]]:
+    """The supervised warm-up of a new run, and its metrics."""
+    params = state.train.whole
+    source.engine.load(params, version=0)
+    _compile_engine(config, source, prompts)
+    params, values = supervised.warm_up(
+        config, policy, source, prompts.stream.prompts, prompts.validation, params
+    )
+    return state.replace(train=supervised.adopt(state.train, params, policy)), values
+
+
+def _compile_engine(config: Config, source: GroupSource, prompts: RunPrompts) -> None:
     """Compiles what sampling and evaluation will ask of the engine."""
     evals, sampling = config.evals, source.sampling
     wanted, most = [sampling], config.responses
