@@ -43,6 +43,8 @@ def base(tmp_path_factory):
         "    if len(completions) == 1 and '1' in completions[0]:\n"
         "        raise ValueError('no ones')\n"
         "    return [None if '2' in c else float('3' in c) for c in completions]\n"
+        "def half(completions, **_):\n"
+        "    return [float(i % 2) for i in range(len(completions))]\n"
     )
     return folder
 
@@ -169,7 +171,7 @@ def test_adapters_are_trained_resumed_compared_with_their_base_and_exported(base
     flags = [
         f"--data={base}/data.jsonl", "--objective=grpo", "--sft_target=0", "--lora_rank=2",
         "--lora_targets", "attention/q", "down", "--warmup_steps=1", "--save_every=1",
-        "--lr_schedule=constant",
+        "--lr_schedule=constant", f"--rewards={base}/reward.py:half",
     ]  # fmt: skip
 
     def run(name, steps):
