@@ -9,6 +9,7 @@ import re
 import sys
 from typing import Any, TypeVar, get_type_hints
 
+from experiments import renamed_flags
 from rljax.config import Config, ObjectiveSettings
 from rljax.errors import InputError
 from rljax.presets import PRESETS
@@ -58,6 +59,7 @@ def parse(arguments: list[str], prog: str) -> Parsed:
             show = True
         else:
             rest.append(argument)
+    renamed_flags.refuse(rest, _RENAMED)
     given = frozenset(a[2:].partition("=")[0].replace("-", "_") for a in rest if a[:2] == "--")
     if preset and preset not in PRESETS:
         raise InputError(f"preset={preset!r} is unknown; the presets are {', '.join(PRESETS)}")
@@ -165,10 +167,8 @@ def _with_objective(preset: Config, arguments: list[str]) -> Config:
 # Flags of the version before, and what they are now.
 _RENAMED = {
     "expert_exchange": "--expert_dispatch all_gather or all_to_all",
-    "native": "--kernels auto, native or off",
     "native_rollouts": "--rollout_kernels auto, native or off",
-    "transposed": "gone: --kernels auto is faster",
-    "transposed_rollouts": "gone: --rollout_kernels auto is faster",
+    "transposed_rollouts": "--rollout_kernels auto, which is faster",
 }
 
 
@@ -176,8 +176,6 @@ def _refuse_unknown(arguments: list[str], known: list[str]) -> None:
     for argument in arguments:
         if argument.startswith("--"):
             flag = argument[2:].split("=", 1)[0].replace("-", "_")
-            if flag in _RENAMED and flag not in known:
-                raise InputError(f"flag --{flag} is now {_RENAMED[flag]}; use that")
             if flag not in known:
                 near = difflib.get_close_matches(flag, known, 1)
                 hint = f"did you mean --{near[0]}?" if near else "--help lists them all"
