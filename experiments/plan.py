@@ -16,6 +16,7 @@ import os
 import sys
 from typing import Literal
 
+from experiments import renamed_flags
 from experiments.flags import fail, read
 from rljax.errors import InputError, RljaxError
 
@@ -54,6 +55,9 @@ class Flags:
     """Compile the train step and the decode step for these chips too (TPUs only)."""
 
 
+_RENAMED = {"expert_exchange": "--expert_dispatch all_gather or all_to_all"}
+
+
 def main() -> int:
     """Parses the flags, plans and prints; returns 1 after an error of the user's input."""
     # Planning needs no accelerator; without the cache, compile times are those of a first run.
@@ -69,6 +73,7 @@ def main() -> int:
             work: planning.Work = dataclasses.field(default_factory=planning.Work)
 
         about = (__doc__ or "").strip()
+        renamed_flags.refuse(sys.argv[1:], _RENAMED)
         given = read(All, sys.argv[1:], "python -m experiments.plan", about, switches=True)
         flags, work = given.plan, given.work
         if flags.model not in models.PRESETS:
