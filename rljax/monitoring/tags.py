@@ -11,7 +11,6 @@ CONDITIONS: dict[str, str] = {
     "ratio": "by objectives with a ratio of policies: all but distillation",
     "scored": "at steps whose log-probabilities the trainer computes before the first update: with "
     "several updates a step, a correction, stale responses, or an objective that needs them",
-    "correction": "by objectives with a correction for the sampler's mismatch, and --truncated_is",
     "rejection": "by objectives with a correction that rejects: icepop and the sequence masks",
     "dual_clip": "by objectives with dual clipping",
     "off_policy_mask": "by objectives that mask off-policy responses: deepseek_v32",
