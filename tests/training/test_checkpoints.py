@@ -73,6 +73,16 @@ def test_the_newest_is_restored_with_what_the_host_knew(saved):
     assert (state.step, state.data, state.progress.seconds) == (2, {"digest": "d"}, 5.0)
 
 
+def test_what_the_version_before_wrote_is_read():
+    host = {
+        "step": 3, "seconds": 5.0, "eval_before": 0.1, "eval_last": 0.2, "best": 0.2, "passed": 1,
+        "collect": {"degenerate_rate": 0.3, "surplus": []}, "data": {"digest": "d"},
+    }  # fmt: skip
+    state = RunState.restored(train_state(0.0), host, [])
+    assert (state.step, state.collect.degenerate_rate) == (3, 0.3)
+    assert state.progress == Progress(5.0, 0.1, 0.2, 0.2)
+
+
 def test_without_checkpoints_there_is_nothing_to_restore(tmp_path):
     assert restore(tmp_path) is None
 
