@@ -1,6 +1,6 @@
 """Trains a policy: `python -m experiments.train` runs the embedded default.
 
-    python -m experiments.train                               # small mixture, arithmetic, 3 minutes
+    python -m experiments.train                               # small mixture, arithmetic, 1 minute
     python -m experiments.train --preset smollm2-arithmetic   # a real pretrained model
     python -m experiments.train --model PATH --data questions.jsonl --template chat ...
 

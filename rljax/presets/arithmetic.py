@@ -19,7 +19,7 @@ from rljax.config import (
 def arithmetic() -> Config:
     """A small mixture of experts learns two-digit addition by GSPO, from random weights.
 
-    Command: `python -m experiments.train`. Cost: under 3 minutes on 2 CPU cores, compile
+    Command: `python -m experiments.train`. Cost: about a minute on 2 CPU cores, compile
     included. Expected: held-out accuracy from about .3 to above .9.
 
     The published GSPO window of 3e-4/4e-4 belongs to responses of thousands of tokens: the
