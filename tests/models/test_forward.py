@@ -374,7 +374,7 @@ def test_sharded_equals_one_device(params, batch, name):
     with jax.set_mesh(mesh):
         (value8, (logp8, entropy8, _)), gradients8 = run_loss(p, config, *rows)
         logits8 = run_logits(p, config, *rows[:2])
-    np.testing.assert_allclose(logits8, logits, atol=3e-6)
+    np.testing.assert_allclose(logits8, logits, atol=4e-6)  # 3.2e-6 with JAX 0.12.0.1
     np.testing.assert_allclose(logp8, logp, atol=3e-6)
     np.testing.assert_allclose(entropy8, entropy, atol=3e-6)
     np.testing.assert_allclose(value8, value, rtol=1e-5)
