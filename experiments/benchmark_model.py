@@ -22,6 +22,7 @@ Expected: values agree to 1e-4; see experiments/README.md for the times.
 
 import dataclasses
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -97,6 +98,7 @@ def run_jax(config: Config, folder: Path) -> dict[str, Any]:
             views = unstack.with_kernels(views, model)
         decoding = (unstack.unstack_config(model), views)
         for shape in config.shapes:
+            print(f"timing jax: {name} {shape}", file=sys.stderr, flush=True)
             held = decoding if shape.endswith("x1") else (model, params)
             cases[f"{name} {shape}"] = time_case(config, *held, shape)
     return {"peak_gflops": peak, "cases": cases}
@@ -211,6 +213,7 @@ def run_torch(config: Config, folder: str) -> dict[str, Any]:
                     if best is None or times["fastest_ms"] < best["fastest_ms"]:
                         found[kind] = {"value": value, "threads": threads, "way": way, **times}
             cases[f"{name} {shape}"] = found
+            print(f"timed torch: {name} {shape}", file=sys.stderr, flush=True)
     return {"peak_gflops": peak, "cases": cases}
 
 
