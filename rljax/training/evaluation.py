@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 
 from rljax.config import Config
@@ -68,8 +67,7 @@ class Evaluator:
     def _evaluate(
         self, sampling: SamplingParams, k: int, on_progress: OnProgress | None
     ) -> dict[str, float]:
-        started = time.perf_counter()
-        values = evaluate(
+        return evaluate(
             self.source.engine,
             self.prompts,
             self.source.scorer,
@@ -78,7 +76,6 @@ class Evaluator:
             EvalTask(self.task, k, seed_for_evaluation(self.config.run.seed)),
             on_progress=on_progress,
         )
-        return values | {"perf/eval_s": time.perf_counter() - started}
 
 
 def evaluation_sampling(config: Config, sampling: SamplingParams) -> SamplingParams:

@@ -33,31 +33,35 @@ class FirstUses:
           program: What runs inside.
           shapes: Its shapes, as they are to be told.
         """
-        key = (program, str(shapes))
-        if key in self._seen:
+        new = (program, str(shapes)) not in self._seen
+        if new:
+            _log.info("compiling %s for %s", program, shapes)
+        started = time.perf_counter()
+        with self._expect(program, str(shapes)) as compiled:
             yield
-            return
-        self._seen.add(key)
-        before, started = compilations.count(), time.perf_counter()
-        _log.info("compiling %s for %s", *key)
-        yield
-        compiled = compilations.count() - before
-        self.announced += compiled
-        _log.info(
-            "compiled %s for %s: %d programs, first run included %.1f s",
-            *key,
-            compiled,
-            time.perf_counter() - started,
-        )
+        if new:
+            _log.info(
+                "compiled %s for %s: %s; first run included %.1f s",
+                program,
+                shapes,
+                compiled,
+                time.perf_counter() - started,
+            )
 
     @contextlib.contextmanager
     def quietly(self, program: str) -> Iterator[None]:
         """Takes the compilations inside the block for announced, if it is the first of its name."""
-        before = compilations.count()
-        yield
-        if (program, "") not in self._seen:
-            self._seen.add((program, ""))
-            self.announced += compilations.count() - before
+        with self._expect(program, ""):
+            yield
+
+    @contextlib.contextmanager
+    def _expect(self, program: str, shapes: str) -> Iterator[compilations.Watch]:
+        key = (program, shapes)
+        with compilations.watch() as compiled:
+            yield compiled
+        if key not in self._seen:
+            self._seen.add(key)
+            self.announced += len(compiled)
 
     def warn(self, line: str) -> None:
         """Logs a warning the first time that it is given."""

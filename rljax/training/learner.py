@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from rljax import losses as L
 from rljax import mesh as meshes
@@ -173,14 +174,17 @@ class Learner:
                 f"{in_row} updates in a row were skipped: no finite gradient, or no token with a "
                 "weight; lower learning_rate, or check which rewards and masks reach the loss"
             )
-        rate = learning_rate(self.config.optimizer, self.config.updates)
         values = {
-            "policy/lr": float(rate(max(step - skipped - 1, 0))),
+            "policy/lr": float(self._learning_rate(max(step - skipped - 1, 0))),
             "policy/skipped_updates": float(skipped),
         }
         if rows.old_logp is None and router is not None:
             values |= router.metrics()
         return state.replace(train=train), L.merge(*parts) | values
+
+    @functools.cached_property
+    def _learning_rate(self) -> optax.Schedule:
+        return learning_rate(self.config.optimizer, self.config.updates)
 
     def _mini_batches(self, step: int, total: int) -> list[np.ndarray]:
         """The rows of each update, whole groups in an order drawn for the step."""

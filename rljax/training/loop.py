@@ -90,8 +90,6 @@ def train(
                 with display.stage("evaluating") as done:
                     state, evaluated = run.evaluate(state, on_progress=done)
                 metrics |= evaluated
-            if run.finished(state):
-                metrics |= run.evaluator.sampled()
             report(run, display, state, metrics, groups)
             saved = {}
             if state.step % config.run.save_every == 0 or run.finished(state):
@@ -125,7 +123,7 @@ def begin(
         display.message(f"continuing {run.directory} after step {state.step}")
         return state, {}
     with display.stage("evaluating") as done:
-        state, metrics = run.evaluate(state, sampled=True, on_progress=done)
+        state, metrics = run.evaluate(state, on_progress=done)
     progress = dataclasses.replace(state.progress, eval_before=state.progress.eval_last)
     state = clock.note(state.replace(progress=progress))
     report(run, display, state, run.opening | metrics)

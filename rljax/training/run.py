@@ -139,23 +139,30 @@ class Run:
         }
 
     def evaluate(
-        self, state: RunState, sampled: bool = False, on_progress: OnProgress | None = None
+        self, state: RunState, on_progress: OnProgress | None = None
     ) -> tuple[RunState, dict[str, float]]:
         """Held-out evaluation of the weights that the engine holds.
 
+        Greedy accuracy; before the first step and once the run is finished avg@k and pass@k too,
+        where `eval_k` asks for them.
+
         Args:
           state: Of the run.
-          sampled: Whether to measure avg@k and pass@k too, where `eval_k` asks for them.
           on_progress: Is called with how many prompts are done, and of how many.
 
         Returns:
           The state with the accuracy noted, and metrics.
         """
-        with self.learner.first_uses.quietly("evaluation"):
+        started, first_uses = time.perf_counter(), self.learner.first_uses
+        with first_uses.quietly("evaluation"):
             progress, metrics = self.evaluator.greedy(state.progress, on_progress)
-        if sampled:
-            metrics = metrics | self.evaluator.sampled(on_progress)
-        return state.replace(progress=progress), metrics
+        state = state.replace(progress=progress)
+        if state.step == 0 or self.finished(state):
+            with first_uses.quietly("sampled evaluation"):
+                metrics |= self.evaluator.sampled(on_progress)
+        if metrics:
+            metrics["perf/eval_s"] = time.perf_counter() - started
+        return state, metrics
 
     def save(self, state: RunState) -> Metrics:
         """Writes a checkpoint in the background."""

@@ -24,12 +24,6 @@ MAY_CHANGE = frozenset({
     "num_processes", "process_id", "heartbeat_timeout",
 })  # fmt: skip
 
-# Names that settings had in earlier versions, and what their values are called now.
-_RENAMED: dict[str, str] = {
-    "native_rollouts": "rollout_kernels",
-    "expert_exchange": "expert_dispatch",
-}
-
 
 def locate(config: Config, name: str) -> Path:
     """Where a run writes."""
@@ -112,7 +106,6 @@ def _compare(directory: Path, config: Config, own: dict[str, Any]) -> None:
             f"{file} cannot be read ({error}); restore it, or choose another run_dir"
         ) from None
     saved = {name: value for part in record["config"].values() for name, value in part.items()}
-    saved = {_RENAMED.get(name, name): value for name, value in saved.items()}
     defaults = Config().flat()
     for name, value in json.loads(json.dumps(config.flat())).items():
         old = saved.get(name, json.loads(json.dumps(defaults[name])))
