@@ -15,12 +15,15 @@ from rljax_kernels import grouped_matmul as gmm
 
 from rljax.errors import InputError, MissingDependencyError
 from rljax.mesh import gather, varies, vary_alike, vary_over
+from rljax.models.expert_loop import block_size, loop_experts
 
 _log = logging.getLogger(__name__)
 
 Dispatch = Literal["all_gather", "all_to_all"]
 
 Backend = Literal["auto", "ragged", "blocks", "native"]
+
+_MOST_BYTES = 2**30  # of the rows of all experts; more are never laid out at once
 
 CLAMP = 7.0
 """Where gpt-oss clamps its experts' gates (from above) and what they gate (on both sides)."""
@@ -74,11 +77,13 @@ def experts(
       backend: As `ModelConfig.expert_backend`.
     """
     n, k = chosen.shape
-    e = params["gate"].shape[0]
-    laid = gmm.row_layout(
-        n * k, e, choose_backend(backend, x.dtype), expected=-(-n * k // devices), largest=n
-    )
+    e, expected = params["gate"].shape[0], -(-n * k // devices)
+    way = choose_backend(backend, x.dtype)
     params = jax.tree.map(lambda p: p.astype(x.dtype), params)
+    if way != "native" and n * k * x.shape[1] * x.dtype.itemsize > _MOST_BYTES:
+        size = block_size(expected, e)
+        return loop_experts(_STAGES[activation], params, x, chosen, weights, size).astype(x.dtype)
+    laid = gmm.row_layout(n * k, e, way, expected=expected, largest=n)
     run = functools.partial(gmm.grouped, _STAGES[activation], params=params, laid=laid)
     if laid.first == n:
         # Every expert has a place for each token: they need not be moved.

@@ -83,6 +83,7 @@ WAYS = {
     "small blocks": ("blocks", E),
     "used blocks alone": ("blocks", 1),
     "ragged": ("ragged", None),
+    "one at a time": ("ragged", None),
     "native": ("native", None),
 }
 EACH_WAY = pytest.mark.parametrize(
@@ -97,6 +98,8 @@ def lay(monkeypatch):
 
     def set_way(way):
         backend, rows = WAYS[way]
+        if way == "one at a time":
+            monkeypatch.setattr(experts, "_MOST_BYTES", 0)
 
         def laid(*args, expected, largest):
             return row_layout(*args[:2], backend, expected=rows or expected, largest=largest)
@@ -163,7 +166,13 @@ def run_parallel(mesh, dispatch, way, params, x, weights, chosen, cotangent):
 
 
 @pytest.mark.parametrize(
-    "way", ["room for all", "small blocks", pytest.param("native", marks=pytest.mark.compiler)]
+    "way",
+    [
+        "room for all",
+        "small blocks",
+        "one at a time",
+        pytest.param("native", marks=pytest.mark.compiler),
+    ],
 )
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
 @pytest.mark.parametrize("sizes", [{"expert": 4}, {"fsdp": 2, "expert": 2, "tensor": 2}])
