@@ -9,7 +9,7 @@ import dataclasses
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-from rljax_kernels.attention import reference
+from rljax_kernels.attention import pallas, reference, splash
 from rljax_kernels.attention.tokens import Tokens, sees, whole_rows
 from rljax_kernels.registry import PLATFORMS, Implementation, Operation
 
@@ -49,7 +49,17 @@ class Asked:
 
 OPERATION = Operation(
     "attention",
-    (Implementation("reference", PLATFORMS, reference.run, source="plain JAX"),),
+    (
+        Implementation("pallas", ("tpu",), pallas.run, pallas.refuses, source="our own kernels"),
+        Implementation(
+            "splash",
+            ("tpu",),
+            splash.run,
+            splash.refuses,
+            source="JAX's splash attention, jax.experimental.pallas.ops.tpu.splash_attention",
+        ),
+        Implementation("reference", PLATFORMS, reference.run, source="plain JAX"),
+    ),
     reference="reference",
 )
 """The ways to compute attention, in the order in which they are preferred."""
