@@ -80,7 +80,7 @@ def experts(
     e, expected = params["gate"].shape[0], -(-n * k // devices)
     way = choose_backend(backend, x.dtype)
     params = jax.tree.map(lambda p: p.astype(x.dtype), params)
-    if way != "native" and n * k * x.shape[1] * x.dtype.itemsize > _MOST_BYTES:
+    if way != "native" and not at_once(n * k * x.shape[1] * x.dtype.itemsize):
         size = block_size(expected, e)
         return loop_experts(_STAGES[activation], params, x, chosen, weights, size).astype(x.dtype)
     laid = gmm.row_layout(n * k, e, way, expected=expected, largest=n)
@@ -99,6 +99,14 @@ def experts(
     copies = _gather_rows(x, source // k, place.reshape(n, k))
     out = run(copies, group_sizes=sizes)
     return _weighed(_pick_rows(out, place, source).reshape(n, k, -1), weights, x.dtype)
+
+
+def at_once(rows_bytes: int) -> bool:
+    """Whether the rows of all experts are laid out together, by the bytes that they take.
+
+    Else experts are computed one after the other, see `expert_loop`.
+    """
+    return rows_bytes <= _MOST_BYTES
 
 
 def _weighed(outputs: Float[Array, "N k D"], weights: Array, dtype: Any) -> Float[Array, "N D"]:

@@ -4,21 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
-from rljax_kernels import attention
 from rljax_kernels.attention import OPERATION, pallas, splash, whole_rows
-from rljax_kernels.attention.block_pairs import (
-    FIRST,
-    LAST,
-    SEEN,
-    block_pairs,
-    block_sizes,
-    list_pairs,
-    padded,
-)
-
-from tests.kernels import described
 
 _TOKENS, _HEADS, _KV_HEADS, _WIDTH, _VALUE_WIDTH = 300, 4, 2, 32, 16
 
@@ -39,7 +25,9 @@ def _rows(rng, tokens, rows=2, prefix=False):
             ahead[row, here] = 0 if opens else prompt
             start = length if opens else start
             at += length
-    return whole_rows(*map(jnp.asarray, (positions, segments)), jnp.asarray(ahead) if prefix else None)
+    return whole_rows(
+        *map(jnp.asarray, (positions, segments)), jnp.asarray(ahead) if prefix else None
+    )
 
 
 def _arrays(tokens, prefix=False, dtype=jnp.float32):
@@ -107,4 +95,6 @@ def test_a_queries_part_of_a_row_sees_the_keys_of_the_whole_row(small_blocks):
     found = pallas.run(q[:, part], k, v, queries, places, scale=0.2, window=40)
     expected = OPERATION.named("reference").run(q, k, v, places, places, scale=0.2, window=40)
     real = (queries.segments > 0)[:, :, None, None]
-    np.testing.assert_allclose(jnp.where(real, found, 0), jnp.where(real, expected[:, part], 0), atol=1e-5)
+    np.testing.assert_allclose(
+        jnp.where(real, found, 0), jnp.where(real, expected[:, part], 0), atol=1e-5
+    )

@@ -6,7 +6,11 @@ import pytest
 
 from rljax import mesh as meshes
 from rljax import models, planning
-from rljax.planning.compile import Comparison, compile_decode, compile_update
+from rljax.planning.comparison import Comparison
+from rljax.planning.compile import (
+    compile_decode,
+    compile_update,
+)
 
 CONFIG = models.decoder(
     vocab_size=512,
@@ -57,7 +61,7 @@ def test_the_train_step_agrees_with_the_estimate():
     given = [c for c in compiled.collectives if (c.kind, c.axis) == ("reduce-scatter", "fsdp")]
     assert given and "feed_forward" in given[0].why
     text = str(Comparison(plan, compiled))
-    for part in ("train step: compiled in", "arguments", "largest temporaries", "feed_forward"):
+    for part in ("train program: compiled in", "arguments", "largest temporaries", "feed_forward"):
         assert part in text
 
 
