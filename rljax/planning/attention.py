@@ -5,9 +5,7 @@ from __future__ import annotations
 import collections
 
 from jax.sharding import AbstractMesh, Mesh
-from rljax_kernels.attention import OPERATION, Asked
-
-RINGS = ()
+from rljax_kernels.attention import OPERATION, RINGS, Asked
 
 from rljax.models import Attention, LatentAttention, ModelConfig
 from rljax.planning.placement import compute_itemsize
@@ -60,18 +58,16 @@ def implementation(
         window=c.window if isinstance(c, Attention) else None,
         sinks=isinstance(c, Attention) and c.sinks,
     )
-    if goes_round(mesh, config) and getattr(config, "attention_backend", "auto") == "auto":
+    if goes_round(mesh, config) and config.attention_backend == "auto":
         able = (OPERATION.named(name) for name in RINGS)
         return next(i for i in able if i.objection(asked, platform) is None).name
-    return OPERATION.choose(getattr(config, "attention_backend", "auto"), asked, platform).name
+    return OPERATION.choose(config.attention_backend, asked, platform).name
 
 
 def goes_round(mesh: Mesh | AbstractMesh, config: ModelConfig) -> bool:
     """Whether keys and values go round over `context`; else each device gathers all of a row."""
     return (
-        bool(RINGS)
-        and mesh.shape["context"] > 1
-        and getattr(config, "attention_backend", "auto") in ("auto", *RINGS)
+        bool(RINGS) and mesh.shape["context"] > 1 and config.attention_backend in ("auto", *RINGS)
     )
 
 

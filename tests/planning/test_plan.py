@@ -110,7 +110,12 @@ def test_memory_by_hand():
     sampling = dict.fromkeys(("prefill", "decode"), sampler + pool)
     assert plan.arguments == {"train": kept + rows, "score": weights + batch, **sampling}
     moments = plan.sharding.totals["optimizer moments"]
-    assert plan.resident == {"train": pool, "score": moments + pool, "prefill": kept, "decode": kept}
+    assert plan.resident == {
+        "train": pool,
+        "score": moments + pool,
+        "prefill": kept,
+        "decode": kept,
+    }
     # In float32 and without fsdp the sampler uses the trainer's very buffers.
     single = dataclasses.replace(CONFIG, dtype="float32")
     shared = make(config=single, data=8)
@@ -201,7 +206,9 @@ def test_attention_of_long_rows_grows_with_their_tokens():
 
 
 def operations(config, work, **sizes):
-    return attention.operations(meshes.make_abstract(8, **sizes or {"fsdp": 8}), config, work, "tpu")
+    return attention.operations(
+        meshes.make_abstract(8, **sizes or {"fsdp": 8}), config, work, "tpu"
+    )
 
 
 def test_keys_go_round_where_rows_are_split():
