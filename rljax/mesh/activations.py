@@ -73,7 +73,10 @@ def map_shards(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> C
       in_specs: As for `jax.shard_map`, made by `fit`.
       out_specs: Likewise.
     """
-    axes = {axis for axis in AXES if split(axis)}
-    if not axes:
+    if not any(map(split, AXES)):
         return function
+    # Axes of one device too: the compiler of Pallas takes no program that XLA could split further.
+    mesh = jax.sharding.get_abstract_mesh()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = {axis for axis, kind in types if kind == AxisType.Auto}
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=axes)
