@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from rljax_kernels.attention.block_pairs import FIRST, LAST, MASKED, SEEN, Pairs
-from rljax_kernels.pallas_tools import LANES, interpreted, result
+from rljax_kernels.pallas_tools import LANES, dot, interpreted, result
 
 _LOWEST = -1e30
 SEGMENT, INDEX, POSITION, PREFIX = range(4)
@@ -38,11 +38,6 @@ class Call(NamedTuple):
     prefix: bool
     sinks: bool
     block: tuple[int, int]
-
-
-def _dot(a: Any, b: Any, over: tuple[int, int]) -> jax.Array:
-    dims = (((over[0],), (over[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 
 
 def _seen(call: Call, query: list[Any], key: list[Any]) -> jax.Array:
@@ -88,7 +83,7 @@ def _forward_kernel(call: Call, *refs: Any) -> None:
         sums[...] = jnp.zeros(sums.shape, jnp.float32)
 
     def body(masked: bool) -> None:
-        scores = _dot(q[0, 0], k[0, 0], (1, 1)) * call.scale
+        scores = dot(q[0, 0], k[0, 0], (1, 1)) * call.scale
         seen = _seen(call, _columns(at), _rows(key_at)) if masked else None
         if masked:
             scores = jnp.where(seen, scores, _LOWEST)
@@ -101,7 +96,7 @@ def _forward_kernel(call: Call, *refs: Any) -> None:
         now = shrink * total[:, :1] + weights.sum(1, keepdims=True)
         top[...] = jnp.broadcast_to(highest, top.shape)
         total[...] = jnp.broadcast_to(now, total.shape)
-        sums[...] = sums[...] * shrink + _dot(weights.astype(v.dtype), v[0, 0], (1, 0))
+        sums[...] = sums[...] * shrink + dot(weights.astype(v.dtype), v[0, 0], (1, 0))
 
     _when_seen(flags, body)
 
@@ -122,13 +117,13 @@ def _queries_kernel(call: Call, *refs: Any) -> None:
         sums[...] = jnp.zeros(sums.shape, jnp.float32)
 
     def body(masked: bool) -> None:
-        scores = _dot(q[0, 0], k[0, 0], (1, 1)) * call.scale
+        scores = dot(q[0, 0], k[0, 0], (1, 1)) * call.scale
         weights = jnp.exp(scores - lses[:, :1])
         if masked:
             seen = _seen(call, _columns(at), _rows(key_at))
             weights = jnp.where(seen, weights, 0.0)
-        slope = weights * (_dot(g[0, 0], v[0, 0], (1, 1)) - inners[:, :1])
-        sums[...] += _dot(slope.astype(k.dtype), k[0, 0], (1, 0))
+        slope = weights * (dot(g[0, 0], v[0, 0], (1, 1)) - inners[:, :1])
+        sums[...] += dot(slope.astype(k.dtype), k[0, 0], (1, 0))
 
     _when_seen(flags, body)
 
@@ -147,13 +142,13 @@ def _keys_kernel(call: Call, *refs: Any) -> None:
         value_sums[...] = jnp.zeros(value_sums.shape, jnp.float32)
 
     def body(masked: bool) -> None:
-        scores = _dot(k[0, 0], q[0, 0], (1, 1)) * call.scale
+        scores = dot(k[0, 0], q[0, 0], (1, 1)) * call.scale
         weights = jnp.exp(scores - lse[0, 0])
         if masked:
             weights = jnp.where(_seen(call, _rows(at), _columns(key_at)), weights, 0.0)
-        value_sums[...] += _dot(weights.astype(g.dtype), g[0, 0], (1, 0))
-        slope = weights * (_dot(v[0, 0], g[0, 0], (1, 1)) - inner[0, 0])
-        key_sums[...] += _dot(slope.astype(q.dtype), q[0, 0], (1, 0))
+        value_sums[...] += dot(weights.astype(g.dtype), g[0, 0], (1, 0))
+        slope = weights * (dot(v[0, 0], g[0, 0], (1, 1)) - inner[0, 0])
+        key_sums[...] += dot(slope.astype(q.dtype), q[0, 0], (1, 0))
 
     _when_seen(flags, body)
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from rljax_kernels.pallas_tools import interpreted, result, vary_alike
+from rljax_kernels.pallas_tools import dot, interpreted, result, spread, vary_alike
 
 _ROWS, _SIDE = 512, 1024  # the most of a block: rows, and columns of either array
 
@@ -106,17 +106,13 @@ def _steps(sizes: Array, blocks: int, bm: int) -> tuple[Array, Array, Array]:
 
     A group takes a step for each block that holds rows of it, an empty one a single step.
     """
-    groups = sizes.shape[0]
     ends = jnp.cumsum(sizes)
     starts = ends - sizes
     first = jnp.minimum(starts // bm, blocks - 1)
     takes = jnp.where(sizes > 0, (ends - 1) // bm - first + 1, 1)
-    until = jnp.cumsum(takes)
-    step = jnp.arange(blocks + 2 * groups, dtype=jnp.int32)
-    group = jnp.minimum((until <= step[:, None]).sum(1, dtype=jnp.int32), groups - 1)
-    block = first[group] + step - (until - takes)[group]
-    block = jnp.clip(block, 0, blocks - 1)
-    return (group << 16) + block, jnp.concatenate([starts, ends[-1:]]), until[-1]
+    group, turn, count = spread(takes, blocks + 2 * sizes.shape[0])
+    block = jnp.clip(first[group] + turn, 0, blocks - 1)
+    return (group << 16) + block, jnp.concatenate([starts, ends[-1:]]), count
 
 
 def _kernel(steps: Any, starts: Any, x: Any, g: Any, out: Any, sums: Any) -> None:
@@ -140,8 +136,7 @@ def _kernel(steps: Any, starts: Any, x: Any, g: Any, out: Any, sums: Any) -> Non
             place = row + jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
             mine = (place >= start) & (place < stop)
             values = tuple(jnp.where(mine, v, jnp.zeros_like(v)) for v in values)
-        dims = (((0,), (0,)), ((), ()))
-        sums[...] += jax.lax.dot_general(*values, dims, preferred_element_type=jnp.float32)
+        sums[...] += dot(*values, (0, 0))
 
     whole = (row >= start) & (row + x.shape[0] <= stop)
     pl.when(whole)(lambda: add(False))
