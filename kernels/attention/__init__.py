@@ -18,6 +18,7 @@ __all__ = [
     "MASKED_SCORE",
     "OPERATION",
     "RINGS",
+    "UNTYPED",
     "Asked",
     "Tokens",
     "asked_of",
@@ -85,7 +86,7 @@ OPERATION = Operation(
             ("tpu",),
             splash.run,
             splash.refuses,
-            defers=_defer_short,
+            defers=lambda asked, platform: "pallas computes it inside shard_map's checks, too",
             source="JAX's splash attention, jax.experimental.pallas.ops.tpu.splash_attention",
         ),
         Implementation(
@@ -107,6 +108,11 @@ RINGS = {
 }
 """The implementations that compute rows split over devices (`ring`), in the order in which they are
 preferred."""
+
+
+UNTYPED = ("splash",)
+"""The implementations that do not say over which mesh axes their results differ: `jax.shard_map`
+around them needs `check_vma=False`."""
 
 
 def asked_of(

@@ -63,7 +63,15 @@ def run(
       scale: Multiplies the queries.
       window: How many tokens back a query sees.
       sinks: Logits that have no value.
+
+    Raises:
+      ValueError: It is called inside `jax.shard_map` with its checks.
     """
+    if jax.typeof(q).manual_axis_type.varying:
+        raise ValueError(
+            "attention by 'splash' does not say over which mesh axes its results differ; where rows "
+            "are split over context or layers over a pipeline use 'pallas'"
+        )
     t = q.shape[1]
     block = block_sizes(t, t, _MOST)[0]
     size = -(-t // block) * block
