@@ -72,7 +72,10 @@ def make_update(
     Returns:
       (state, rows) -> (state, mergeable metrics, router sums).
     """
-    program = _Update(config, objective, optimizer, options)
+    # Found out here, by trying the objective on numbers: where the step is traced, the devices at
+    # hand may be others than those that it is compiled for.
+    only_kl = objective.only_kl and "ref" in objective.loss_needs
+    program = _Update(config, objective, optimizer, options, only_kl)
     step = jax.jit(program.step, donate_argnums=0)
 
     def update(state: TrainState, rows: Rows) -> tuple[TrainState, dict[str, Any], Any]:
@@ -91,6 +94,7 @@ class _Update:
     objective: L.Objective
     optimizer: optax.GradientTransformation
     options: UpdateOptions
+    only_kl: bool
 
     def step(
         self, state: TrainState, base: Params | None, rows: Rows
@@ -119,7 +123,7 @@ class _Update:
 
     def _held(self, state: TrainState, rows: Rows) -> Bool[Array, ""]:
         """Whether the exact gradient is 0, and what there is of it is rounding."""
-        if not (self.objective.only_kl and "ref" in self.objective.loss_needs):
+        if not self.only_kl:
             return jnp.bool_(False)
         return (state.applied == 0) & ~(rows.mask & (rows.weights * rows.advantages != 0)).any()
 

@@ -68,6 +68,7 @@ def test_the_decode_step_agrees_with_the_estimate():
     assert compiled.aliases == plan.rollout["KV pool"]  # the pool is written in place
 
 
+@pytest.mark.targets
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="needs libtpu (the extra tpu) to describe chips",
