@@ -77,9 +77,12 @@ def map_shards(
       checked: Whether JAX checks over which axes results differ, which some kernels do not say;
         without that `varies` knows nothing.
     """
-    axes = {axis for axis in AXES if split(axis)}
-    if not axes:
+    if not any(map(split, AXES)):
         return function
+    # Axes of one device too: the compiler of Pallas takes no program that XLA could split further.
+    mesh = jax.sharding.get_abstract_mesh()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = {axis for axis, kind in types if kind == AxisType.Auto}
     return jax.shard_map(
         function, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=checked
     )
