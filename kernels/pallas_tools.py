@@ -52,5 +52,33 @@ def pad_to(x: jax.Array, axis: int, size: int, value: int = 0) -> jax.Array:
     return jnp.pad(x, widths, constant_values=value)
 
 
+def dot(a: jax.Array, b: jax.Array, over: tuple[int, int]) -> jax.Array:
+    """The product of two matrices over one axis of each, with float32 sums.
+
+    In the interpreter operands are cast first: XLA has not all such products on CPU.
+    """
+    if interpreted():
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    dims = (((over[0],), (over[1],)), ((), ()))
+    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+
+
+def spread(takes: jax.Array, steps: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Items in a list of steps, one after the other, each as often as it takes.
+
+    Args:
+      takes: How many steps each item takes, one or more.
+      steps: The most that there can be in all.
+
+    Returns:
+      The item of each step, its turn from 0 on, and the number of steps; what is listed past them
+      means nothing.
+    """
+    until = jnp.cumsum(takes)
+    step = jnp.arange(steps, dtype=jnp.int32)
+    item = jnp.minimum((until <= step[:, None]).sum(1, dtype=jnp.int32), takes.shape[0] - 1)
+    return item, step - (until - takes)[item], until[-1]
+
+
 def _varying(x: Any) -> frozenset[str]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)

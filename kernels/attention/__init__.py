@@ -18,6 +18,7 @@ __all__ = [
     "MASKED_SCORE",
     "OPERATION",
     "RINGS",
+    "UNTYPED",
     "Asked",
     "Tokens",
     "asked_of",
@@ -72,12 +73,20 @@ def _defer_short(asked: Asked, platform: str) -> str | None:
 OPERATION = Operation(
     "attention",
     (
-        Implementation("pallas", ("tpu",), pallas.run, pallas.refuses, source="our own kernels"),
+        Implementation(
+            "pallas",
+            ("tpu",),
+            pallas.run,
+            pallas.refuses,
+            defers=_defer_short,
+            source="Pallas, kernels/attention/pallas_kernels.py",
+        ),
         Implementation(
             "splash",
             ("tpu",),
             splash.run,
             splash.refuses,
+            defers=lambda asked, platform: "pallas computes it inside shard_map's checks, too",
             source="JAX's splash attention, jax.experimental.pallas.ops.tpu.splash_attention",
         ),
         Implementation(
@@ -93,9 +102,17 @@ OPERATION = Operation(
 )
 """The ways to compute attention, in the order in which they are preferred."""
 
-RINGS = {"blocked": ring.Parts(blocked.forward, blocked.backward)}
+RINGS = {
+    "pallas": ring.Parts(pallas.forward, pallas.backward),
+    "blocked": ring.Parts(blocked.forward, blocked.backward),
+}
 """The implementations that compute rows split over devices (`ring`), in the order in which they are
 preferred."""
+
+
+UNTYPED = ("splash",)
+"""The implementations that do not say over which mesh axes their results differ: `jax.shard_map`
+around them needs `check_vma=False`."""
 
 
 def asked_of(

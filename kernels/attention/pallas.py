@@ -7,17 +7,16 @@ not compute; blocks of other packed sequences are skipped as well, for each row 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
-from rljax_kernels.attention import pallas_kernels
+from rljax_kernels.attention import blocked, pallas_kernels
 from rljax_kernels.attention.block_pairs import block_pairs, block_sizes, list_pairs, padded
 from rljax_kernels.attention.tokens import Tokens
-from rljax_kernels.pallas_tools import pad_to, vary_alike
+from rljax_kernels.pallas_tools import pad_to, round_up, vary_alike
 
 _MOST = (512, 1024)  # tokens of a block of queries, and of keys
 _MOST_PAIRS = 2**16
@@ -48,77 +47,148 @@ def run(
 ) -> Float[Array, "B T H dv"]:
     """As `rljax_kernels.attention.attention`. Padding gets 0.
 
-    The output and the logarithms of the softmax's sums are named `attention_out` and
-    `attention_lse` for rematerialisation policies that keep them.
+    Queries, keys and values may differ over different mesh axes inside `jax.shard_map`. The output
+    and the logarithms of the softmax's sums are named as those of `blocked`.
     """
-    call = pallas_kernels.Call(
-        scale,
-        window,
-        queries.prefix is not None,
-        sinks is not None,
-        block_sizes(q.shape[1], k.shape[1], _MOST),
-    )
-    sinks = jnp.zeros(q.shape[2]) if sinks is None else sinks
-    leaves, tree = jax.tree.flatten((q, k, v, sinks.astype(jnp.float32), queries, keys))
-    return _attend(call, *jax.tree.unflatten(tree, vary_alike(leaves)))
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    leaves, tree = jax.tree.flatten((q, k, v, sinks, queries, keys))
+    return _attend((scale, window), *jax.tree.unflatten(tree, vary_alike(leaves)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: Any, q: Any, k: Any, v: Any, sinks: Any, queries: Tokens, keys: Tokens) -> Any:
-    return _attend_forward(call, q, k, v, sinks, queries, keys)[0]
+def _attend(
+    how: tuple[float, int | None],
+    q: Array,
+    k: Array,
+    v: Array,
+    sinks: Array | None,
+    queries: Tokens,
+    keys: Tokens,
+) -> Array:
+    return _attend_forward(how, q, k, v, sinks, queries, keys)[0]
 
 
-def _laid(call: Any, x: Any, of_keys: bool) -> Any:
-    """[B, T, H, d] with heads before tokens, and tokens up to whole blocks."""
-    block = call.block[of_keys]
-    return pad_to(x.swapaxes(1, 2), 2, -(-x.shape[1] // block) * block)
+def _attend_forward(
+    how: tuple[float, int | None],
+    q: Array,
+    k: Array,
+    v: Array,
+    sinks: Array | None,
+    queries: Tokens,
+    keys: Tokens,
+) -> tuple[Array, tuple]:
+    laid = _lay(*how, q, k, v, queries, keys)
+    out, lse = _forward(laid, q.dtype if sinks is None else jnp.float32)
+    out, lse = blocked.add_sinks(out, lse, sinks)
+    out = checkpoint_name(out.astype(q.dtype), blocked.OUT)
+    lse = checkpoint_name(lse, blocked.LSE)
+    return out, (q, k, v, sinks, queries, keys, out, lse)
 
 
-def _tokens(call: Any, queries: Tokens, keys: Tokens) -> tuple[Tokens, Tokens, Any, Any]:
-    """Both padded, and as the kernels read them."""
+def _attend_backward(how: tuple[float, int | None], saved: tuple, g: Array) -> tuple:
+    q, k, v, sinks, queries, keys, out, lse = saved
+    delta = blocked.inner(g, out)
+    grads = _backward(_lay(*how, q, k, v, queries, keys), g, lse, delta, q.dtype)
+    return *grads, blocked.sinks_gradient(sinks, lse, delta), None, None
 
-    def whole(x: Tokens, block: int) -> Tokens:
-        return padded(x, -(-x.segments.shape[1] // block) * block)
 
-    queries, keys = whole(queries, call.block[0]), whole(keys, call.block[1])
-    # Queries that are padding, and those without a prefix, look for a segment that no key has.
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def forward(
+    how: blocked.How,
+    q: Float[Array, "B T H d"],
+    k: Float[Array, "B S K d"],
+    v: Float[Array, "B S K dv"],
+    queries: Tokens,
+    keys: Tokens,
+) -> tuple[Float[Array, "B T H dv"], Float[Array, "B T H"]]:
+    """As `blocked.forward`; the blocks are the kernels' own."""
+    return _forward(_lay(how.scale, how.window, q, k, v, queries, keys), jnp.float32)
+
+
+def backward(
+    how: blocked.How,
+    q: Float[Array, "B T H d"],
+    k: Float[Array, "B S K d"],
+    v: Float[Array, "B S K dv"],
+    queries: Tokens,
+    keys: Tokens,
+    g: Float[Array, "B T H dv"],
+    lse: Float[Array, "B T H"],
+    delta: Float[Array, "B T H"],
+) -> tuple[Float[Array, "B T H d"], Float[Array, "B S K d"], Float[Array, "B S K dv"]]:
+    """As `blocked.backward`; the blocks are the kernels' own."""
+    laid = _lay(how.scale, how.window, q, k, v, queries, keys)
+    return _backward(laid, g, lse, delta, jnp.float32)
+
+
+class _Laid(NamedTuple):
+    """What the kernels take: tokens up to whole blocks, heads before tokens.
+
+    Attributes:
+      call: What is fixed.
+      lengths: T and S as they were.
+      arrays: q, k and v, [B, heads, tokens, width].
+      at: int32 [B, T, 4], of the queries; those that are padding, or have no prefix, look for a
+        segment that no key has.
+      key_at: int32 [B, S, 4], of the keys.
+      seen: Which pairs of blocks are to be visited.
+      full: In which of them every query sees every key.
+    """
+
+    call: pallas_kernels.Call
+    lengths: tuple[int, int]
+    arrays: tuple[Array, Array, Array]
+    at: Array
+    key_at: Array
+    seen: Array
+    full: Array
+
+
+def _lay(
+    scale: float, window: int | None, q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens
+) -> _Laid:
+    lengths = q.shape[1], k.shape[1]
+    block = block_sizes(*lengths, _MOST)
+    call = pallas_kernels.Call(scale, window, queries.prefix is not None, block)
+    size, key_size = (round_up(n, b) for n, b in zip(lengths, block, strict=True))
+    queries, keys = padded(queries, size), padded(keys, key_size)
     own = jnp.where(queries.segments > 0, queries.segments, -1)
     prefix = jnp.zeros_like(own) if queries.prefix is None else queries.prefix
     prefix = jnp.where(prefix > 0, prefix, -1)
     at = jnp.stack([own, queries.index, queries.positions, prefix], axis=-1)
-    key_at = [keys.segments, keys.index, keys.positions, jnp.zeros_like(keys.segments)]
-    return queries, keys, at.astype(jnp.int32), jnp.stack(key_at, axis=-1).astype(jnp.int32)
+    none = jnp.zeros_like(keys.segments)
+    key_at = jnp.stack([keys.segments, keys.index, keys.positions, none], axis=-1)
+    arrays = _heads_first(q, size), _heads_first(k, key_size), _heads_first(v, key_size)
+    return _Laid(call, lengths, arrays, at, key_at, *block_pairs(queries, keys, window, block))
 
 
-def _attend_forward(
-    call: Any, q: Any, k: Any, v: Any, sinks: Any, queries: Tokens, keys: Tokens
-) -> tuple[Any, tuple]:
-    wide_queries, wide_keys, at, key_at = _tokens(call, queries, keys)
-    pairs = list_pairs(*block_pairs(wide_queries, wide_keys, call.window, call.block), False)
-    laid = _laid(call, q, False), _laid(call, k, True), _laid(call, v, True)
-    out, lse = pallas_kernels.forward(call, *laid, sinks, at, key_at, pairs)
-    out = checkpoint_name(out.swapaxes(1, 2)[:, : q.shape[1]], "attention_out")
-    lse = checkpoint_name(lse, "attention_lse")
-    return out, (q, k, v, sinks, queries, keys, out, lse)
+def _heads_first(x: Array, size: int) -> Array:
+    return pad_to(x.swapaxes(1, 2), 2, size)
 
 
-def _attend_backward(call: Any, saved: tuple, g: Any) -> tuple:
-    q, k, v, sinks, queries, keys, out, lse = saved
-    wide_queries, wide_keys, at, key_at = _tokens(call, queries, keys)
-    seen, full = block_pairs(wide_queries, wide_keys, call.window, call.block)
-    inner = jnp.einsum("bthd,bthd->bht", out, g, preferred_element_type=jnp.float32)
-    inner = pad_to(inner, 2, lse.shape[3])[:, :, None]
-    laid = [_laid(call, x, of_keys) for x, of_keys in ((q, 0), (k, 1), (v, 1), (g, 0))]
-    arrays = (*laid, lse, inner)
-    by_queries, by_keys = (list_pairs(seen, full, by) for by in (False, True))
-    dq = pallas_kernels.gradient_of_queries(call, arrays, at, key_at, by_queries)
-    dk, dv = pallas_kernels.gradient_of_keys(call, arrays, at, key_at, by_keys)
-    dsinks = jnp.zeros_like(sinks)
-    if call.sinks:
-        dsinks = -(jnp.exp(sinks[:, None] - lse[:, :, 0]) * inner[:, :, 0]).sum((0, 2))
-    dq, dk, dv = (dx.swapaxes(1, 2)[:, : x.shape[1]] for dx, x in ((dq, q), (dk, k), (dv, v)))
-    none = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (queries, keys))
-    return dq, dk, dv, dsinks, *none
+def _forward(laid: _Laid, dtype: Any) -> tuple[Array, Array]:
+    pairs = list_pairs(laid.seen, laid.full, by_keys=False)
+    out, lse = pallas_kernels.forward(
+        laid.call, *laid.arrays, laid.at, laid.key_at, pairs, dtype=dtype
+    )
+    tokens = laid.lengths[0]
+    return out[:, :, :tokens].swapaxes(1, 2), lse[:, :, 0, :tokens].swapaxes(1, 2)
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+def _backward(
+    laid: _Laid, g: Array, lse: Array, delta: Array, dtype: Any
+) -> tuple[Array, Array, Array]:
+    size = laid.arrays[0].shape[2]
+    rows = [pad_to(x.swapaxes(1, 2), 2, size)[:, :, None] for x in (lse, delta)]
+    arrays = (*laid.arrays, _heads_first(g, size), *rows)
+    given = laid.call, arrays, laid.at, laid.key_at
+    pairs, by_keys = (list_pairs(laid.seen, laid.full, by) for by in (False, True))
+    grads = (
+        pallas_kernels.gradient_of_queries(*given, pairs, dtype),
+        *pallas_kernels.gradient_of_keys(*given, by_keys, dtype),
+    )
+    lengths = (laid.lengths[0], laid.lengths[1], laid.lengths[1])
+    dq, dk, dv = (x[:, :, :n].swapaxes(1, 2) for x, n in zip(grads, lengths, strict=True))
+    return dq, dk, dv

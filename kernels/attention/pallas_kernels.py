@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from rljax_kernels.attention.block_pairs import FIRST, LAST, MASKED, SEEN, Pairs
-from rljax_kernels.pallas_tools import LANES, interpreted, result
+from rljax_kernels.pallas_tools import LANES, dot, interpreted, result
 
 _LOWEST = -1e30
 SEGMENT, INDEX, POSITION, PREFIX = range(4)
@@ -29,20 +29,13 @@ class Call(NamedTuple):
       scale: Multiplies the scores.
       window: How many positions back a query sees; None: all.
       prefix: Whether sequences have prefixes.
-      sinks: Whether heads have sinks.
       block: Tokens of a block of queries, and of keys.
     """
 
     scale: float
     window: int | None
     prefix: bool
-    sinks: bool
     block: tuple[int, int]
-
-
-def _dot(a: Any, b: Any, over: tuple[int, int]) -> jax.Array:
-    dims = (((over[0],), (over[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 
 
 def _seen(call: Call, query: list[Any], key: list[Any]) -> jax.Array:
@@ -77,18 +70,17 @@ def _when_seen(flags: Any, body: Any) -> None:
 
 
 def _forward_kernel(call: Call, *refs: Any) -> None:
-    _, rows, sinks, q, k, v, at, key_at, out, lse, top, total, sums = refs
-    head, flags = pl.program_id(0), rows[pl.program_id(1)]
+    _, rows, q, k, v, at, key_at, out, lse, top, total, sums = refs
+    flags = rows[pl.program_id(1)]
 
     @pl.when((flags & FIRST) != 0)
     def _() -> None:
-        sink = sinks[head] if call.sinks else _LOWEST
-        top[...] = jnp.full(top.shape, sink, jnp.float32)
-        total[...] = jnp.full(total.shape, 1.0 if call.sinks else 0.0, jnp.float32)
+        top[...] = jnp.full(top.shape, _LOWEST, jnp.float32)
+        total[...] = jnp.zeros(total.shape, jnp.float32)
         sums[...] = jnp.zeros(sums.shape, jnp.float32)
 
     def body(masked: bool) -> None:
-        scores = _dot(q[0, 0], k[0, 0], (1, 1)) * call.scale
+        scores = dot(q[0, 0], k[0, 0], (1, 1)) * call.scale
         seen = _seen(call, _columns(at), _rows(key_at)) if masked else None
         if masked:
             scores = jnp.where(seen, scores, _LOWEST)
@@ -101,7 +93,7 @@ def _forward_kernel(call: Call, *refs: Any) -> None:
         now = shrink * total[:, :1] + weights.sum(1, keepdims=True)
         top[...] = jnp.broadcast_to(highest, top.shape)
         total[...] = jnp.broadcast_to(now, total.shape)
-        sums[...] = sums[...] * shrink + _dot(weights.astype(v.dtype), v[0, 0], (1, 0))
+        sums[...] = sums[...] * shrink + dot(weights.astype(v.dtype), v[0, 0], (1, 0))
 
     _when_seen(flags, body)
 
@@ -122,13 +114,13 @@ def _queries_kernel(call: Call, *refs: Any) -> None:
         sums[...] = jnp.zeros(sums.shape, jnp.float32)
 
     def body(masked: bool) -> None:
-        scores = _dot(q[0, 0], k[0, 0], (1, 1)) * call.scale
+        scores = dot(q[0, 0], k[0, 0], (1, 1)) * call.scale
         weights = jnp.exp(scores - lses[:, :1])
         if masked:
             seen = _seen(call, _columns(at), _rows(key_at))
             weights = jnp.where(seen, weights, 0.0)
-        slope = weights * (_dot(g[0, 0], v[0, 0], (1, 1)) - inners[:, :1])
-        sums[...] += _dot(slope.astype(k.dtype), k[0, 0], (1, 0))
+        slope = weights * (dot(g[0, 0], v[0, 0], (1, 1)) - inners[:, :1])
+        sums[...] += dot(slope.astype(k.dtype), k[0, 0], (1, 0))
 
     _when_seen(flags, body)
 
@@ -147,13 +139,13 @@ def _keys_kernel(call: Call, *refs: Any) -> None:
         value_sums[...] = jnp.zeros(value_sums.shape, jnp.float32)
 
     def body(masked: bool) -> None:
-        scores = _dot(k[0, 0], q[0, 0], (1, 1)) * call.scale
+        scores = dot(k[0, 0], q[0, 0], (1, 1)) * call.scale
         weights = jnp.exp(scores - lse[0, 0])
         if masked:
             weights = jnp.where(_seen(call, _rows(at), _columns(key_at)), weights, 0.0)
-        value_sums[...] += _dot(weights.astype(g.dtype), g[0, 0], (1, 0))
-        slope = weights * (_dot(v[0, 0], g[0, 0], (1, 1)) - inner[0, 0])
-        key_sums[...] += _dot(slope.astype(q.dtype), q[0, 0], (1, 0))
+        value_sums[...] += dot(weights.astype(g.dtype), g[0, 0], (1, 0))
+        slope = weights * (dot(v[0, 0], g[0, 0], (1, 1)) - inner[0, 0])
+        key_sums[...] += dot(slope.astype(q.dtype), q[0, 0], (1, 0))
 
     _when_seen(flags, body)
 
@@ -169,8 +161,8 @@ class _Places:
     A step is (head, pair) or (head of keys, pair, query head of its group).
     """
 
-    def __init__(self, heads: int, group: int, by_keys: bool):
-        self.heads, self.group, self.by_keys = heads, group, by_keys
+    def __init__(self, group: int, by_keys: bool):
+        self.group, self.by_keys = group, by_keys
 
     def query_head(self, step: tuple) -> Any:
         return step[0] * self.group + step[2] if self.by_keys else step[0]
@@ -196,13 +188,12 @@ class _Places:
         return pl.BlockSpec(shape, place)
 
 
-def _specs(call: Call, q: Any, k: Any, v: Any, by_keys: bool) -> tuple[_Places, dict[str, Any]]:
-    heads, group = q.shape[1], q.shape[1] // k.shape[1]
-    places = _Places(heads, group, by_keys)
+def _specs(call: Call, q: Any, k: Any, v: Any, by_keys: bool) -> dict[str, Any]:
+    places = _Places(q.shape[1] // k.shape[1], by_keys)
     (bq, bk), d, dv = call.block, q.shape[3], v.shape[3]
     column, row = (lambda n: (1, n, 4)), (lambda n: (1, 4, n))
     at, key_at = (row, column) if by_keys else (column, row)
-    return places, {
+    return {
         "q": places.spec((1, 1, bq, d), False, 2),
         "k": places.spec((1, 1, bk, d), True, 2),
         "v": places.spec((1, 1, bk, dv), True, 2),
@@ -238,36 +229,38 @@ def _run(kernel: Any, call: Call, grid: tuple, specs: Any, out: Any, scratch: li
 
 
 def forward(
-    call: Call, q: Any, k: Any, v: Any, sinks: Any, at: Any, key_at: Any, pairs: Pairs
+    call: Call, q: Any, k: Any, v: Any, at: Any, key_at: Any, pairs: Pairs, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The output [B, H, T, dv] and the logarithm of the softmax's sum [B, H, 1, T].
+    """The output [B, H, T, dv] and the logarithm of the softmax's sum, float32 [B, H, 1, T].
+
+    A query that sees no key gets 0, and -1e30.
 
     Args:
       call: What is fixed.
       q: [B, H, T, d], T a multiple of the block.
       k: [B, K, S, d], likewise.
       v: [B, K, S, dv].
-      sinks: float32 [H].
       at: int32 [B, T, 4], of the queries.
       key_at: int32 [B, S, 4], of the keys.
       pairs: By blocks of queries.
+      dtype: The output's.
     """
-    _, s = _specs(call, q, k, v, by_keys=False)
+    s = _specs(call, q, k, v, by_keys=False)
     bq, dv = call.block[0], v.shape[3]
-    ins = [pl.BlockSpec(memory_space=pltpu.SMEM), *(s[x] for x in ("q", "k", "v", "at", "key_at"))]
+    ins, outs = ([s[x] for x in names] for names in (("q", "k", "v", "at", "key_at"), ("o", "lse")))
     out = [
-        result((*q.shape[:3], dv), q.dtype, q),
+        result((*q.shape[:3], dv), dtype, q),
         result((*q.shape[:2], 1, q.shape[2]), jnp.float32, q),
     ]
     scratch = [(bq, LANES), (bq, LANES), (bq, dv)]
     grid = (q.shape[1], pairs.count)
-    run = _run(
-        _forward_kernel, call, grid, (ins, [s["o"], s["lse"]]), out, scratch, "attention_forward"
-    )
-    return tuple(run(pairs.blocks, pairs.rows, sinks, q, k, v, at, key_at.swapaxes(1, 2)))
+    run = _run(_forward_kernel, call, grid, (ins, outs), out, scratch, "attention_forward")
+    return tuple(run(pairs.blocks, pairs.rows, q, k, v, at, key_at.swapaxes(1, 2)))
 
 
-def gradient_of_queries(call: Call, arrays: tuple, at: Any, key_at: Any, pairs: Pairs) -> jax.Array:
+def gradient_of_queries(
+    call: Call, arrays: tuple, at: Any, key_at: Any, pairs: Pairs, dtype: Any
+) -> jax.Array:
     """As q.
 
     Args:
@@ -277,28 +270,29 @@ def gradient_of_queries(call: Call, arrays: tuple, at: Any, key_at: Any, pairs: 
       at: As for `forward`.
       key_at: Likewise.
       pairs: By blocks of queries.
+      dtype: The gradient's.
     """
     q, k, v = arrays[:3]
-    _, s = _specs(call, q, k, v, by_keys=False)
+    s = _specs(call, q, k, v, by_keys=False)
     bq = call.block[0]
     ins = [s[x] for x in ("q", "k", "v", "o", "lse", "lse", "at", "key_at")]
     scratch = [(bq, LANES), (bq, LANES), (bq, q.shape[3])]
     grid = (q.shape[1], pairs.count)
-    out = result(q.shape, q.dtype, q)
+    out = result(q.shape, dtype, q)
     run = _run(_queries_kernel, call, grid, (ins, s["q"]), out, scratch, "attention_queries")
     return run(pairs.blocks, pairs.rows, *arrays, at, key_at.swapaxes(1, 2))
 
 
 def gradient_of_keys(
-    call: Call, arrays: tuple, at: Any, key_at: Any, pairs: Pairs
+    call: Call, arrays: tuple, at: Any, key_at: Any, pairs: Pairs, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
     """As k and v; arguments as for `gradient_of_queries`, but for pairs, which go by keys."""
     q, k, v = arrays[:3]
-    _, s = _specs(call, q, k, v, by_keys=True)
+    s = _specs(call, q, k, v, by_keys=True)
     bk = call.block[1]
     ins = [s[x] for x in ("q", "k", "v", "o", "lse", "lse", "at", "key_at")]
     scratch = [(bk, k.shape[3]), (bk, v.shape[3])]
     grid = (k.shape[1], pairs.count, q.shape[1] // k.shape[1])
-    out = [result(k.shape, k.dtype, k), result(v.shape, v.dtype, v)]
+    out = [result(x.shape, dtype, x) for x in (k, v)]
     run = _run(_keys_kernel, call, grid, (ins, [s["k"], s["v"]]), out, scratch, "attention_keys")
     return tuple(run(pairs.blocks, pairs.rows, *arrays, at.swapaxes(1, 2), key_at))

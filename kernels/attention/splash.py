@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+from rljax_kernels.attention import blocked
 from rljax_kernels.attention.block_pairs import block_pairs, block_sizes
 from rljax_kernels.attention.tokens import Tokens, whole_rows
 from rljax_kernels.pallas_tools import interpreted, pad_to
@@ -51,7 +52,7 @@ def run(
     Windows are measured by places in the row, so positions have to rise by one from token to token
     of a sequence. JAX's kernel does not say over which mesh axes its results differ: inside
     `jax.shard_map` it needs `check_vma=False`. The output and the logarithms of the softmax's sums
-    are named `attention_out` for rematerialisation policies that keep them.
+    are both named `blocked.OUT` for rematerialisation policies that keep them.
 
     Args:
       q: Queries.
@@ -62,7 +63,15 @@ def run(
       scale: Multiplies the queries.
       window: How many tokens back a query sees.
       sinks: Logits that have no value.
+
+    Raises:
+      ValueError: It is called inside `jax.shard_map` with its checks.
     """
+    if jax.typeof(q).manual_axis_type.varying:
+        raise ValueError(
+            "attention by 'splash' does not say over which mesh axes its results differ; where rows "
+            "are split over context or layers over a pipeline use 'pallas'"
+        )
     t = q.shape[1]
     block = block_sizes(t, t, _MOST)[0]
     size = -(-t // block) * block
@@ -130,7 +139,7 @@ def _kernel(block: int, seen: Array, window: int | None) -> Callable[..., Array]
         save_residuals=False,
         mask_value=library.DEFAULT_MASK_VALUE,
         attn_logits_soft_cap=None,
-        residual_checkpoint_name="attention_out",
+        residual_checkpoint_name=blocked.OUT,
         mask_function=_mask(window),
         interpret=interpreted(),
     )
