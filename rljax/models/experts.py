@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ Dispatch = Literal["all_gather", "all_to_all"]
 Backend = Literal["auto", "ragged", "blocks", "native"]
 
 _MOST_BYTES = 2**30  # of the rows of all experts; more are never laid out at once
+_MOST_MET = 2**30  # bytes of the tokens that devices exchange at a time
 
 CLAMP = 7.0
 """Where gpt-oss clamps its experts' gates (from above) and what they gate (on both sides)."""
@@ -153,7 +155,7 @@ def parallel_experts(
         params, once = vary_alike((params, jax.lax.axis_index("tensor") == 0))
         params["down_bias"] = jnp.where(once, params["down_bias"], 0)
 
-    def compute(x: Array, chosen: Array, weights: Array) -> Array:
+    def compute(params: dict[str, Any], x: Array, chosen: Array, weights: Array) -> Array:
         """What this device's experts add to some tokens."""
         local = chosen - first
         local = jnp.where((local >= 0) & (local < here), local, here)
@@ -161,15 +163,55 @@ def parallel_experts(
         out = experts(mine, x, local, weights, activation, devices, backend)
         return out.astype(jnp.float32)
 
-    if dispatch == "all_to_all" and expert_axes and gathered == expert_axes:
-        out = _all_to_all(compute, x, chosen, weights, chosen // here, expert_axes)
-    else:
-        tokens = (gather(a, gathered) if gathered else a for a in (x, chosen, weights))
-        out = compute(*tokens)
-        summed = tuple(axis for axis in expert_axes if axis not in gathered)
-        out = jax.lax.psum(out, summed) if summed else out
-        out = jax.lax.psum_scatter(out, gathered, tiled=True) if gathered else out
-    return (jax.lax.psum(out, "tensor") if sliced else out).astype(x.dtype)
+    def meet(params: dict[str, Any], x: Array, chosen: Array, weights: Array) -> Array:
+        """What all experts add to this device's tokens."""
+        run = functools.partial(compute, params)
+        if dispatch == "all_to_all" and expert_axes and gathered == expert_axes:
+            out = _all_to_all(run, x, chosen, weights, chosen // here, expert_axes)
+        else:
+            tokens = (gather(a, gathered) if gathered else a for a in (x, chosen, weights))
+            out = run(*tokens)
+            summed = tuple(axis for axis in expert_axes if axis not in gathered)
+            out = jax.lax.psum(out, summed) if summed else out
+            out = jax.lax.psum_scatter(out, gathered, tiled=True) if gathered else out
+        return (jax.lax.psum(out, "tensor") if sliced else out).astype(x.dtype)
+
+    met = math.prod(jax.lax.axis_size(axis) for axis in gathered)
+    parts = token_parts(n, met * x.shape[1] * x.dtype.itemsize)
+    return (
+        meet(params, x, chosen, weights)
+        if parts == 1
+        else _in_parts(meet, parts, params, x, chosen, weights)
+    )
+
+
+def token_parts(tokens: int, each: int) -> int:
+    """Into how many parts a device's tokens are cut that meet the experts one after the other.
+
+    Args:
+      tokens: Those of one device.
+      each: Bytes of one of them, on all devices that exchange tokens.
+    """
+    divisors = [n for n in range(1, tokens + 1) if tokens % n == 0]
+    return next((n for n in divisors if tokens // n * each <= _MOST_MET), divisors[-1])
+
+
+def _in_parts(
+    meet: Callable[..., Array], parts: int, params: Any, x: Array, chosen: Array, weights: Array
+) -> Array:
+    """`meet` for one part of the tokens after the other, each computed again in the backward pass.
+
+    The gradients of parameters add up over the parts in float32.
+    """
+    dtypes = jax.tree.map(lambda p: p.dtype, params)
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+
+    @jax.checkpoint
+    def part(tokens: tuple[Array, Array, Array]) -> Array:
+        return meet(jax.tree.map(lambda p, dtype: p.astype(dtype), wide, dtypes), *tokens)
+
+    cut = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), (x, chosen, weights))
+    return jax.lax.map(part, cut).reshape(x.shape)
 
 
 def cheaper_dispatch(tokens: int, k: int, devices: int, ragged: bool) -> Dispatch:

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from rljax import mesh as meshes
 from rljax.errors import InputError
 from rljax.models import Attention, Block, Experts, LatentAttention, ModelConfig
-from rljax.models.experts import at_once
+from rljax.models.experts import at_once, token_parts
 from rljax.models.pipeline import Schedule
 from rljax.planning import attention
 from rljax.planning.placement import (
@@ -140,7 +140,8 @@ def _feed_forward(
         return tokens * each, tokens * each
     shared = itemsize * tokens * 3 * c.shared_size // tensor
     # The tokens of all devices along these axes come to each, so that none is ever dropped.
-    met = tokens * math.prod(mesh.shape[a] for a in expert_axes if a != "tensor")
+    devices = math.prod(mesh.shape[a] for a in expert_axes if a != "tensor")
+    met = tokens * devices // token_parts(tokens, devices * config.hidden_size * itemsize)
     if at_once(met * c.top_k * config.hidden_size * itemsize):
         routed = met * c.top_k * each
         return routed + shared, routed + shared
