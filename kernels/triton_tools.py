@@ -40,7 +40,8 @@ class Kernel:
     """Where a kernel's source is.
 
     Attributes:
-      module: Full name of the module; it imports triton, so it is imported when first needed.
+      module: Full name of the module, which ends in `_kernels` (`rljax_kernels.x.triton_kernels`);
+        it imports triton at its head, so it is imported only when first needed.
       name: Of the `triton.jit` function in it; arguments in the order inputs, outputs, constants.
     """
 
