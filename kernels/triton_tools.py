@@ -297,11 +297,12 @@ def report(given: Iterable[Example] | None = None, capability: int = 90) -> list
 
 def table(compiled: Iterable[Compiled]) -> str:
     """The report as lines of text."""
-    lines = [
-        f"{'kernel':<52} {'dtype':<9} {'registers':>9} {'spills':>6} {'shared':>8} {'warps':>5}"
-    ]
-    lines += [
-        f"{c.name:<52} {c.dtype:<9} {c.registers:>9} {c.spills:>6} {c.shared_memory:>8} {c.warps:>5}"
-        for c in compiled
-    ]
+    rows = [("kernel", "dtype", "registers", "spills", "shared", "warps")]
+    rows += [tuple(map(str, dataclasses.astuple(c))) for c in compiled]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        name, dtype, *numbers = zip(row, widths, strict=True)
+        cells = [cell.ljust(w) for cell, w in (name, dtype)]
+        lines.append("  ".join(cells + [cell.rjust(w) for cell, w in numbers]))
     return "\n".join(lines)
