@@ -74,8 +74,8 @@ _HALF = {
     },
 }
 """For 16-bit numbers on GPUs with 160 KiB of shared memory and more (A100, H100, B200), by the
-largest width that the sizes are for, found by compiling for compute capability 9.0 with next to no spills.
-They have not been tuned on a GPU."""
+largest width that they are for; found by compiling for compute capability 9.0 with next to no
+spills. They have not been tuned on a GPU."""
 
 _HALF_SMALL = {
     FORWARD: {128: (64, 64, 4, 2), 256: (64, 32, 4, 1)},
