@@ -9,7 +9,8 @@ import dataclasses
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-from rljax_kernels.attention import blocked, reference, ring
+from rljax_kernels import triton_tools
+from rljax_kernels.attention import blocked, reference, ring, triton
 from rljax_kernels.attention.reference import MASKED_SCORE
 from rljax_kernels.attention.tokens import Tokens, sees, whole_rows
 from rljax_kernels.registry import PLATFORMS, Implementation, Operation, platform_here
@@ -73,6 +74,14 @@ OPERATION = Operation(
     "attention",
     (
         Implementation(
+            "triton",
+            ("gpu",),
+            triton.run,
+            triton.refuses,
+            triton_tools.missing,
+            source="Triton, kernels/attention/triton_kernels.py",
+        ),
+        Implementation(
             "blocked",
             PLATFORMS,
             blocked.run,
@@ -85,7 +94,10 @@ OPERATION = Operation(
 )
 """The ways to compute attention, in the order in which they are preferred."""
 
-RINGS = {"blocked": ring.Parts(blocked.forward, blocked.backward)}
+RINGS = {
+    "triton": ring.Parts(triton.forward, triton.backward),
+    "blocked": ring.Parts(blocked.forward, blocked.backward),
+}
 """The implementations that compute rows split over devices (`ring`), in the order in which they are
 preferred."""
 
