@@ -116,6 +116,7 @@ def _computation(config: Config) -> dict[str, Any]:
         "remat": config.model.remat,
         "expert_dispatch": mesh.expert_dispatch,
         "expert_backend": mesh.expert_backend,
+        "logprob_backend": mesh.logprob_backend,
         "pipeline_repeats": mesh.pipeline_repeats,
         "pipeline_rows": mesh.pipeline_rows,
     }
