@@ -278,7 +278,9 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: bool = False
     expert_dispatch: Literal["all_gather", "all_to_all"] | None = None
-    expert_backend: Literal["auto", "ragged", "blocks", "native"] = "auto"
+    expert_backend: Literal[
+        "auto", "native", "blocks", "triton", "pallas", "megablox", "ragged"
+    ] = "auto"
     logprob_backend: Literal["auto", "triton", "pallas", "chunked", "reference"] = "auto"
     pipeline_repeats: int = 1
     pipeline_rows: int = 1
