@@ -49,7 +49,7 @@ def _native_refuses(asked: Asked) -> str | None:
     return None if asked.dtype == "float32" else f"it computes in float32, got {asked.dtype}"
 
 
-def _native_avoided(asked: Asked, platform: str) -> str | None:
+def _native_defers(asked: Asked, platform: str) -> str | None:
     return "it is slower on several devices" if asked.devices > 1 else None
 
 
@@ -70,10 +70,10 @@ OPERATION = Operation(
             cpu.grouped_matmul,
             _native_refuses,
             lambda: cpu.unavailable_reason(),
-            _native_avoided,
+            _native_defers,
             source="C++, kernels/cpu.cpp",
         ),
-        Implementation("blocks", PLATFORMS, blocks.run, avoided=_off_cpu, source="plain JAX"),
+        Implementation("blocks", PLATFORMS, blocks.run, defers=_off_cpu, source="plain JAX"),
         Implementation("ragged", PLATFORMS, _ragged, source="XLA, jax.lax.ragged_dot"),
         Implementation("reference", PLATFORMS, reference.run, source="plain JAX"),
     ),
