@@ -34,6 +34,7 @@ class Inputs:
       support: Ids that the sampler kept when it drew each token, -1 where unset: probabilities are
         those among them. A token with none, and every token where this is None, is scored among
         the whole vocabulary.
+      copies: How often each position counts in the routers' statistics; None: once, padding not.
     """
 
     tokens: Int[Array, "B T"]
@@ -42,6 +43,7 @@ class Inputs:
     prefix: Int[Array, "B T"] | None = None
     routing: Int[Array, "B T layers k"] | None = None
     support: Int[Array, "B T S"] | None = None
+    copies: Int[Array, "B T"] | None = None
 
     def places(self) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
         """Positions and segments, with their defaults."""
@@ -197,7 +199,7 @@ def states_before(
         inputs.tokens,
         positions,
         full_attention(positions, segments, inputs.prefix),
-        counted=segments > 0,
+        counted=segments > 0 if inputs.copies is None else inputs.copies,
         routers=RouterInputs(inputs.routing, load),
     )
     return *preceding(hidden, segments, inputs.prefix), router
@@ -218,8 +220,11 @@ def preceding(
     before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
     if prefix is None:
         return before, follows
-    place = jnp.arange(segments.shape[1])
-    ends = jnp.where(prefix[:, :, None] == segments[:, None, :], place, -1).max(-1)
+    # The last place of each segment, by its number; -1 for those that are not there.
+    rows, place = jnp.arange(segments.shape[0])[:, None], jnp.arange(segments.shape[1])
+    last_of = jnp.full((segments.shape[0], segments.shape[1] + 1), -1)
+    last_of = last_of.at[rows, segments].max(place, mode="drop")
+    ends = jnp.take_along_axis(last_of, prefix, axis=1, mode="clip")
     first = ~follows & (prefix > 0) & (ends >= 0)
     last = jnp.take_along_axis(hidden, jnp.maximum(ends, 0)[..., None], axis=1)
     return jnp.where(first[..., None], last, before), follows | first
