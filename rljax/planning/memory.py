@@ -166,8 +166,10 @@ def rollout_weights(
     mesh: Mesh | AbstractMesh,
     config: ModelConfig,
     rules: meshes.Rules,
-) -> int:
-    """Bytes of the sampler's weights on a device; 0 where it uses the trainer's buffers.
+) -> tuple[int, int]:
+    """Bytes of the sampler's weights on a device, and of the output matrix, which prefill spares.
+
+    Both are 0 where it uses the trainer's buffers.
 
     Args:
       placed: The trainer's parameters on the mesh.
@@ -177,8 +179,9 @@ def rollout_weights(
     """
     sampler = shard_parameters(mesh, config, rules)
     if all(s.spec == t.spec and s.itemsize == 4 for s, t in zip(sampler, placed, strict=True)):
-        return 0
-    return sum(p.shard_size * p.itemsize for p in sampler)
+        return 0, 0
+    each = {p.name: p.shard_size * p.itemsize for p in sampler}
+    return sum(each.values()), each.get("output", 0)
 
 
 def kv_pool(mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work) -> int:

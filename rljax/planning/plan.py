@@ -28,7 +28,8 @@ ROWS, SAMPLED, POOL, SAMPLER = (
     "KV pool",
     "sampler's weights",
 )
-_HELD = (*KEPT, ROWS, SAMPLED, POOL, SAMPLER)
+OUTPUT = "sampler's output matrix"
+_HELD = (*KEPT, ROWS, SAMPLED, POOL, SAMPLER, OUTPUT)
 _PHASES = {"train": "update", "score": "score", "prefill": "prefill", "decode": "rollout"}
 """Compiled program -> the phase that it computes."""
 
@@ -68,13 +69,12 @@ class Plan(Tables):
     @property
     def arguments(self) -> dict[str, int]:
         """Bytes per device of the arguments of each compiled program."""
-        weights = self.rollout[SAMPLER] or self.sharding.totals["master weights"]
-        sampling = weights + self.rollout[POOL]
+        shared = self.sharding.totals["master weights"]
         return {
             "train": sum(self.update[kind] for kind in (*KEPT, ROWS)),
             "score": self.score["master weights"] + self.score[SAMPLED],
-            "prefill": sampling,
-            "decode": sampling,
+            "prefill": (self.prefill[SAMPLER] or shared) + self.prefill[POOL],
+            "decode": (self.rollout[SAMPLER] or shared) + self.rollout[POOL],
         }
 
     @property
@@ -191,8 +191,7 @@ def plan(
     kept = {kind: totals[kind] for kind in KEPT}
     shards = meshes.batch_shards(mesh)
     pool = {POOL: memory.kv_pool(mesh, config, work)}
-    sampler = memory.rollout_weights(placed, mesh, config, rollout_rules)
-    sampling = kept | {SAMPLER: sampler}
+    sampler, output = memory.rollout_weights(placed, mesh, config, rollout_rules)
     given = (mesh, config, work, placed, chip.platform)
     return Plan(
         topology=topology,
@@ -206,10 +205,12 @@ def plan(
         | {SAMPLED: batch_bytes(config, work, mesh) // shards}
         | memory.scoring(*given)
         | pool,
-        prefill=sampling
+        prefill=kept
+        | {SAMPLER: sampler - output, OUTPUT: output}
         | {"prefill activations": memory.prefill_activations(mesh, config, work, rollout_rules)}
         | pool,
-        rollout=sampling
+        rollout=kept
+        | {SAMPLER: sampler}
         | {"decode activations": memory.decode_activations(mesh, config, work)}
         | pool,
         update_time=roofline.update(chip, mesh, config, work, placed, report.collectives),

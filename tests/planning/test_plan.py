@@ -107,7 +107,8 @@ def test_memory_by_hand():
     batch = 8 // 4 * (32 * (4 * 3 + 1 + 2 * 2 * 4) + 4 * 2)
     assert plan.score["sampled batch"] == batch
     pool, weights = plan.rollout["KV pool"], plan.sharding.totals["master weights"]
-    sampling = dict.fromkeys(("prefill", "decode"), sampler + pool)
+    output = 64 * 16 * 2 // 2  # which prefill does not need
+    sampling = {"prefill": sampler + pool - output, "decode": sampler + pool}
     assert plan.arguments == {"train": kept + rows, "score": weights + batch, **sampling}
     moments = plan.sharding.totals["optimizer moments"]
     assert plan.resident == {
