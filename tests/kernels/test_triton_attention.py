@@ -44,6 +44,7 @@ class Case:
     prefix: bool = False
     blocks: tuple[int, int] = (16, 16)
     length: int = 40
+    numbers: tuple[int, ...] = (1, 2, 3)  # of the segments, in their order
 
     def tokens(self):
         first, rest = self.length // 3, self.length - self.length // 3 - 3
@@ -53,9 +54,9 @@ class Case:
         for row, of_row in enumerate(lengths):
             for n, (end, length) in enumerate(zip(np.cumsum(of_row), of_row, strict=True)):
                 at = slice(end - length, end)
-                segments[row, at], positions[row, at] = n + 1, np.arange(length)
+                segments[row, at], positions[row, at] = self.numbers[n], np.arange(length)
                 if self.prefix and n > 0:
-                    prefix[row, at] = 1
+                    prefix[row, at] = self.numbers[0]
                     positions[row, at] += of_row[0]
         index = np.broadcast_to(np.arange(self.length, dtype=np.int32), segments.shape)
         arrays = (index, positions, segments, prefix if self.prefix else None)
@@ -103,8 +104,8 @@ CASES = {
     "all": Case(window=9, sinks=True, prefix=True),
     "float16": Case("float16", window=5),
     "one block": Case(blocks=(64, 64), prefix=True),
-    "wide blocks of queries": Case(blocks=(32, 16), length=70, window=20),
-    "wide blocks of keys": Case(blocks=(16, 32), length=70, prefix=True),
+    "wide blocks of queries": Case(blocks=(32, 16), length=70, window=20, numbers=(2, 9, 1)),
+    "wide blocks of keys": Case(blocks=(16, 32), length=70, prefix=True, numbers=(7, 3, 5)),
     "values of another width": Case(widths=(48, 24)),
     "narrow heads": Case(widths=(8, 8), sinks=True),
     "latent": Case("bfloat16", heads=(2, 2), widths=(24, 16), prefix=True),
