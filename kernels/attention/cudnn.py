@@ -28,7 +28,9 @@ from rljax_kernels.attention.tokens import Tokens
 
 def refuses(asked: Any) -> str | None:
     """Why cuDNN does not compute what is asked; None: it does."""
-    widest = 256 if triton_tools.capability() >= 90 else 128
+    if (capability := triton_tools.capability()) < 80:
+        return "it needs an NVIDIA GPU of compute capability 8.0"
+    widest = 256 if capability >= 90 else 128
     if asked.packed:
         return "it takes rows of one sequence each, and was not told so (packed=False)"
     if asked.prefix or asked.sinks:
@@ -41,8 +43,6 @@ def refuses(asked: Any) -> str | None:
         return f"values must be as wide as keys, not {asked.value_dim} of {asked.head_dim}"
     if asked.head_dim > widest or asked.head_dim % 8:
         return f"heads are multiples of 8 up to {widest} wide, not {asked.head_dim}"
-    if triton_tools.capability() < 80:
-        return "it needs a GPU of compute capability 8.0"
     return None
 
 

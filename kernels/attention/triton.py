@@ -181,6 +181,7 @@ def _backward(
 def _constants(how: Rule, q: Array, k: Array, v: Array, queries: Tokens, cut: cuts.Blocks) -> dict:
     """What all three kernels are compiled for."""
     (scale, window), width = how, q.shape[3]
+    counts = (q.shape[1] // cut.queries + 1, k.shape[1] // cut.keys + 1)
     if scale < 0:
         raise ValueError(f"attention by 'triton': scale must not be negative, got {scale}")
     main = max(1 << (width.bit_length() - 1), 16)
@@ -197,7 +198,7 @@ def _constants(how: Rule, q: Array, k: Array, v: Array, queries: Tokens, cut: cu
         "PREFIX": queries.prefix is not None,
         "BLOCK_Q": cut.queries,
         "BLOCK_K": cut.keys,
-        "CHUNK": 128,
+        "CHUNK": min(max(_power_of_two(n) for n in counts), 1024),
         "PRECISION": "ieee" if q.dtype == jnp.float32 else "tf32",
     }
 
