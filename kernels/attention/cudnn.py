@@ -7,9 +7,9 @@ Everything else would be a mask or bias of [T, S], which is not for long rows.
 Packed rows are refused. JAX knows them for cuDNN (`q_offsets`, `kv_offsets`, from Hopper on), but
 the call does not do for our rows: the most segments that a row may have is part of its shape, and
 it keeps [B, segments, H, T] logarithms, a square again where there may be as many segments as
-tokens; it counts the offsets of keys in strides of the queries' heads, which differ for grouped
-heads; and it knows no shared prefix. That a row holds one sequence cannot be seen from its arrays
-while a program is compiled, so callers have to say it: `attention(..., packed=False)`.
+tokens; JAX 0.10 counts the offsets of keys in strides of the queries' heads, which is wrong for
+grouped heads; and it knows no shared prefix. That a row holds one sequence cannot be seen from its
+arrays while a program is compiled, so callers have to say it: `attention(..., packed=False)`.
 
 JAX keeps what the backward pass needs under no name, so `jax.checkpoint` with a policy of names
 computes the forward pass again.

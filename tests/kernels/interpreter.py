@@ -27,10 +27,16 @@ import numpy as np
 def interpreting():
     """What is traced meanwhile calls its kernels in the interpreter, through callbacks.
 
-    Backward passes are traced where gradients are taken, so that has to be inside, too.
+    Backward passes are traced where gradients are taken, so that has to be inside, too. On a GPU
+    (JAX_PLATFORMS=cuda pytest tests/kernels) the kernels themselves run, and references multiply
+    in float32.
     """
     from rljax_kernels import triton_tools
 
+    if jax.default_backend() == "gpu":
+        with jax.default_matmul_precision("highest"):
+            yield
+        return
     with triton_tools.running_by(_run):
         yield
 
