@@ -103,6 +103,7 @@ def values_and_gradients(run, case, dtype=None):
 CASES = {
     "all": Case(window=9, sinks=True, prefix=True),
     "float16": Case("float16", window=5),
+    "parts of groups": Case(heads=(6, 1), length=20, sinks=True),
     "one block": Case(blocks=(64, 64), prefix=True),
     "wide blocks of queries": Case(blocks=(32, 16), length=70, window=20, numbers=(2, 9, 1)),
     "wide blocks of keys": Case(blocks=(16, 32), length=70, prefix=True, numbers=(7, 3, 5)),
