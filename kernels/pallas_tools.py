@@ -37,6 +37,19 @@ def vary_alike(arrays: Sequence[Any]) -> list[Any]:
     return [cast(x) for x in arrays]
 
 
+def refuse_checks(x: jax.Array, name: str, instead: str) -> None:
+    """Refuses a library's kernel, which says not over which mesh axes its results differ.
+
+    Raises:
+      ValueError: It is called inside `jax.shard_map` with its checks.
+    """
+    if jax.typeof(x).manual_axis_type.varying:
+        raise ValueError(
+            f"{name} does not say over which mesh axes its results differ, which jax.shard_map "
+            f"checks here; use {instead!r}"
+        )
+
+
 def result(shape: Sequence[int], dtype: Any, like: jax.Array) -> jax.ShapeDtypeStruct:
     """The type of a kernel's result that differs over the mesh axes over which `like` does."""
     manual = jax.typeof(like).manual_axis_type

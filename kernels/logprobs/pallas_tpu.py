@@ -38,8 +38,6 @@ def refuses(asked: Any) -> str | None:
         return f"it computes in bfloat16 and float32, not in {asked.dtype}"
     if asked.picked > _MOST_PICKED:
         return f"it picks up to {_MOST_PICKED} ids a token, not {asked.picked}"
-    if asked.hidden_size % LANES:
-        return f"it needs hidden states of a multiple of {LANES} numbers, not {asked.hidden_size}"
     return None
 
 
