@@ -163,7 +163,7 @@ def test_logprobs_and_their_gradients_hold_no_logits(chips):
         ((tokens,), jnp.int32),
         ((tokens,), jnp.float32),
     )
-    # A slice of the logits' gradients, and the hidden states' gradient in float32, some of it twice.
+    # A slice of the gradients of logits, and that of hidden states in float32, some of it twice.
     assert program.memory_analysis().temp_size_in_bytes < 4 * 2**27 < tokens * size
 
 
