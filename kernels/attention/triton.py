@@ -10,7 +10,6 @@ The kernels see one device's arrays: call them in `shard_map` where rows or head
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -19,97 +18,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 from rljax_kernels import triton_tools
 from rljax_kernels.attention import blocked
+from rljax_kernels.attention import triton_blocks as cuts
 from rljax_kernels.attention.tokens import Tokens, whole_rows
-
-FORWARD = triton_tools.Kernel("rljax_kernels.attention.triton_kernels", "forward")
-QUERIES_GRADIENT = triton_tools.Kernel(
-    "rljax_kernels.attention.triton_gradient_kernels", "queries_gradient"
-)
-KEYS_GRADIENT = triton_tools.Kernel(
-    "rljax_kernels.attention.triton_gradient_kernels", "keys_gradient"
-)
+from rljax_kernels.attention.triton_blocks import FORWARD, KEYS_GRADIENT, QUERIES_GRADIENT
 
 DTYPES = ("bfloat16", "float16", "float32")
 WIDEST = 256
-FAR = 1 << 30
 
 Rule = tuple[float, int | None]
 """What is static in a call: the scale of the scores, and the window."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """How a kernel is cut.
-
-    Attributes:
-      queries: In a block; a power of two, at least 16.
-      keys: In a block; likewise.
-      warps: Of a program.
-      stages: Of software pipelining.
-    """
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-
-_HALF = {
-    FORWARD: {
-        64: (128, 64, 4, 3),
-        128: (128, 64, 8, 3),
-        192: (128, 64, 8, 2),
-        256: (128, 32, 8, 2),
-    },
-    QUERIES_GRADIENT: {
-        64: (128, 64, 8, 2),
-        128: (128, 64, 8, 2),
-        192: (128, 32, 8, 2),
-        256: (64, 32, 4, 2),
-    },
-    KEYS_GRADIENT: {
-        64: (64, 128, 8, 2),
-        128: (64, 128, 8, 2),
-        192: (32, 128, 8, 2),
-        256: (32, 64, 8, 2),
-    },
-}
-"""For 16-bit numbers on GPUs with 160 KiB of shared memory and more (A100, H100, B200), by the
-largest width that they are for; found by compiling for compute capability 9.0 with next to no
-spills. They have not been tuned on a GPU."""
-
-_HALF_SMALL = {
-    FORWARD: {128: (64, 64, 4, 2), 256: (64, 32, 4, 1)},
-    QUERIES_GRADIENT: {128: (64, 32, 4, 2), 256: (32, 32, 4, 1)},
-    KEYS_GRADIENT: {128: (32, 64, 4, 2), 256: (32, 32, 4, 1)},
-}
-"""For 16-bit numbers on the others (99 KiB)."""
-
-_FULL = {
-    FORWARD: {128: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
-    QUERIES_GRADIENT: {64: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
-    KEYS_GRADIENT: {128: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
-}
-"""For float32, which is multiplied without tensor cores, so that no bit is lost."""
-
-
-def blocks(kernel: triton_tools.Kernel, dtype: Any, width: int, capability: int) -> Blocks:
-    """How to cut a kernel so that a GPU's registers and shared memory hold it.
-
-    Args:
-      kernel: Which of the three.
-      dtype: Of queries, keys and values.
-      width: The larger of the keys' and the values' widths.
-      capability: The GPU's compute capability, ten times.
-    """
-    if jnp.dtype(dtype) == jnp.float32:
-        sizes = _FULL
-    else:
-        sizes = _HALF if capability in (80, 90, 100, 103) else _HALF_SMALL
-    return next(Blocks(*cut) for widest, cut in sizes[kernel].items() if width <= widest)
 
 
 def refuses(asked: Any) -> str | None:
@@ -204,7 +124,7 @@ def _forward(
     dtype: jnp.dtype,
 ) -> tuple[Array, Array]:
     """The output [B, T, H, dv] in a dtype, and the logsumexp [B, H, T], that of sinks included."""
-    cut = blocks(FORWARD, q.dtype, max(q.shape[3], v.shape[3]), triton_tools.capability())
+    cut = cuts.block_sizes(FORWARD, q.dtype, max(q.shape[3], v.shape[3]), triton_tools.capability())
     (rows, length, heads, _), span = q.shape, k.shape[1]
     launch = triton_tools.Launch(
         FORWARD,
@@ -241,7 +161,7 @@ def _backward(
     shapes = [jax.ShapeDtypeStruct(x.shape, t) for x, t in zip((q, k, v), dtypes, strict=True)]
     found: list[Array] = []
     for kernel, outputs in ((QUERIES_GRADIENT, shapes[:1]), (KEYS_GRADIENT, shapes[1:])):
-        cut = blocks(kernel, q.dtype, width, triton_tools.capability())
+        cut = cuts.block_sizes(kernel, q.dtype, width, triton_tools.capability())
         by_queries = (-(-length // cut.queries), heads, rows)
         by_keys = (-(-span // cut.keys), kv_heads, rows)
         launch = triton_tools.Launch(
@@ -258,9 +178,10 @@ def _backward(
     return dq, dk, dv
 
 
-def _constants(how: Rule, q: Array, k: Array, v: Array, queries: Tokens, cut: Blocks) -> dict:
+def _constants(how: Rule, q: Array, k: Array, v: Array, queries: Tokens, cut: cuts.Blocks) -> dict:
     """What all three kernels are compiled for."""
     (scale, window), width = how, q.shape[3]
+    counts = (q.shape[1] // cut.queries + 1, k.shape[1] // cut.keys + 1)
     if scale < 0:
         raise ValueError(f"attention by 'triton': scale must not be negative, got {scale}")
     main = max(1 << (width.bit_length() - 1), 16)
@@ -277,7 +198,7 @@ def _constants(how: Rule, q: Array, k: Array, v: Array, queries: Tokens, cut: Bl
         "PREFIX": queries.prefix is not None,
         "BLOCK_Q": cut.queries,
         "BLOCK_K": cut.keys,
-        "CHUNK": 128,
+        "CHUNK": min(max(_power_of_two(n) for n in counts), 1024),
         "PRECISION": "ieee" if q.dtype == jnp.float32 else "tf32",
     }
 
@@ -286,48 +207,14 @@ def _power_of_two(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def _sides(queries: Tokens, keys: Tokens, cut: Blocks) -> tuple[Array, Array, Array, Array]:
+def _sides(queries: Tokens, keys: Tokens, cut: cuts.Blocks) -> tuple[Array, Array, Array, Array]:
     """Fields and extents of queries and keys, in the order in which the kernels take them."""
     return (
-        fields(queries),
-        fields(keys),
-        extents(queries, cut.queries),
-        extents(keys, cut.keys),
+        cuts.fields(queries),
+        cuts.fields(keys),
+        cuts.extents(queries, cut.queries),
+        cuts.extents(keys, cut.keys),
     )
-
-
-def fields(tokens: Tokens) -> Int[Array, "B 4 T"]:
-    """Index, position, segment and prefix of tokens in one array."""
-    prefix = jnp.zeros_like(tokens.segments) if tokens.prefix is None else tokens.prefix
-    found = (tokens.index, tokens.positions, tokens.segments, prefix)
-    return jnp.stack([f.astype(jnp.int32) for f in found], axis=1)
-
-
-def extents(tokens: Tokens, block: int) -> Int[Array, "B 10 N"]:
-    """Smallest and largest index, position, segment and prefix of each block of tokens.
-
-    In the kernels' order: least and greatest index, position and segment of what is not padding (a
-    block of padding alone has its least beyond its greatest), the least segment with padding as 0;
-    least and greatest prefix of those that have one, the least with none as 0.
-    """
-    at = fields(tokens)
-    at = jnp.pad(at, ((0, 0), (0, 0), (0, -at.shape[2] % block)))
-    index, position, segment, prefix = at.reshape(*at.shape[:2], -1, block).swapaxes(0, 1)
-    real = segment > 0
-    prefix = jnp.where(real, prefix, 0)
-
-    def least(values: Array, counted: Array) -> Array:
-        return jnp.min(jnp.where(counted, values, FAR), axis=-1)
-
-    def greatest(values: Array, counted: Array) -> Array:
-        return jnp.max(jnp.where(counted, values, -1), axis=-1)
-
-    found = [
-        bound(values, real) for values in (index, position, segment) for bound in (least, greatest)
-    ]
-    found += [jnp.min(segment, axis=-1)]
-    found += [least(prefix, prefix > 0), greatest(prefix, prefix > 0), jnp.min(prefix, axis=-1)]
-    return jnp.stack(found, axis=1)
 
 
 def examples() -> list[triton_tools.Example]:
