@@ -10,7 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from rljax_kernels import cpu, triton_tools
-from rljax_kernels.paged_attention import native, reference, triton
+from rljax_kernels.paged_attention import native, pallas_tpu, reference, triton
 from rljax_kernels.paged_attention.pages import PageTables, Pool
 from rljax_kernels.registry import PLATFORMS, Implementation, Operation
 
@@ -60,6 +60,13 @@ OPERATION = Operation(
             native.refuses,
             lambda: cpu.unavailable_reason(),
             source="C++, kernels/cpu.cpp",
+        ),
+        Implementation(
+            "pallas",
+            ("tpu",),
+            pallas_tpu.run,
+            pallas_tpu.refuses,
+            source="Pallas, kernels/paged_attention/pallas_tpu.py",
         ),
         Implementation(
             "triton",
