@@ -10,7 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from rljax_kernels import cpu
-from rljax_kernels.paged_attention import native, reference
+from rljax_kernels.paged_attention import blocked, native, reference
 from rljax_kernels.paged_attention.pages import PageTables, Pool
 from rljax_kernels.registry import PLATFORMS, Implementation, Operation
 
@@ -60,6 +60,12 @@ OPERATION = Operation(
             native.refuses,
             cpu.unavailable_reason,
             source="C++, kernels/cpu.cpp",
+        ),
+        Implementation(
+            "blocked",
+            PLATFORMS,
+            blocked.run,
+            source="plain JAX, online softmax (Milakov and Gimelshein, 2018, arXiv:1805.02867)",
         ),
         Implementation("reference", PLATFORMS, reference.run, source="plain JAX"),
     ),
