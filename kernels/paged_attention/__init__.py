@@ -58,7 +58,7 @@ OPERATION = Operation(
             ("cpu",),
             native.run,
             native.refuses,
-            cpu.unavailable_reason,
+            lambda: cpu.unavailable_reason(),
             source="C++, kernels/cpu.cpp",
         ),
         Implementation(

@@ -283,7 +283,9 @@ class ModelConfig:
     remat: bool = False
     attention_backend: str = "auto"
     expert_dispatch: Literal["all_gather", "all_to_all"] | None = None
-    expert_backend: Literal["auto", "ragged", "blocks", "native"] = "auto"
+    expert_backend: Literal[
+        "auto", "native", "blocks", "triton", "pallas", "megablox", "ragged"
+    ] = "auto"
     logprob_backend: Literal["auto", "triton", "pallas", "chunked", "reference"] = "auto"
     pipeline_repeats: int = 1
     pipeline_rows: int = 1

@@ -3,93 +3,171 @@
     with interpreter.interpreting():
         out = jax.jit(lambda *a: attention(*a, backend="triton"))(q, k, v)
 
-It needs torch and triton: `pytest.importorskip` both before this module is imported.
+It needs torch and triton: `pytest.importorskip` both first. The interpreter replaces parts of
+Triton, so it runs in a process of its own, and kernels can be compiled in this one.
 """
 
+import atexit
 import contextlib
 import functools
 import importlib
 import os
+import pathlib
+import pickle
+import subprocess
 import sys
+import threading
 
 import jax
 import numpy as np
-import torch
-from rljax_kernels import triton_tools
 
 
 @contextlib.contextmanager
 def interpreting():
     """What is traced meanwhile calls its kernels in the interpreter, through callbacks."""
+    from rljax_kernels import triton_tools
+
     with triton_tools.running_by(_run):
         yield
 
 
 def _run(launch, *arguments):
+    where = [None if isinstance(a, int) else n for n, a in enumerate(arguments)]
     arrays = [a for a in arguments if not isinstance(a, int)]
-    integers = [a if isinstance(a, int) else None for a in arguments]
+    kernel = (launch.kernel.module, launch.kernel.name, launch.grid, dict(launch.constants))
 
     def on_host(*values):
-        values = iter(values)
-        given = [_tensor(next(values)) if i is None else i for i in integers]
-        # What a kernel does not write must not be relied on: it starts as NaN or a wild number.
+        values = iter(np.asarray(v) for v in values)
+        given = [arguments[n] if w is None else next(values) for n, w in enumerate(where)]
+        # What a kernel leaves out must not be relied on: outputs start as NaN or a wild number.
         outputs = [
-            _tensor(
-                np.full(o.shape, 0 if n in launch.zeroed else _wild(o.dtype), o.dtype)
-                if o.shape
-                else np.zeros((), o.dtype)
-            )
+            np.full(o.shape, 0 if n in launch.zeroed else _wild(o.dtype), o.dtype)
             for n, o in enumerate(launch.outputs)
         ]
-        kernel = _interpreted(launch.kernel.module, launch.kernel.name)
-        kernel[launch.grid](*given, *outputs, **launch.constants)
-        return [_array(t, o.dtype) for t, o in zip(outputs, launch.outputs, strict=True)]
+        return _ask(kernel, given, outputs)
 
     shapes = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in launch.outputs]
     return jax.pure_callback(on_host, shapes, *arrays)
 
 
 def _wild(dtype):
-    return np.nan if np.issubdtype(dtype, np.inexact) or dtype == jax.numpy.bfloat16 else 2**30
+    return np.nan if jax.numpy.issubdtype(dtype, np.inexact) else 1 << 30
 
 
-def _tensor(value):
-    """A torch tensor with a copy of the values."""
-    value = np.array(value)
-    if value.dtype == jax.numpy.bfloat16:
-        return torch.from_numpy(value.view(np.uint16)).view(torch.bfloat16)
-    return torch.from_numpy(value)
+_one_at_a_time = threading.Lock()  # devices ask from threads of their own
 
 
-def _array(tensor, dtype):
-    if dtype == jax.numpy.bfloat16:
-        return tensor.view(torch.uint16).numpy().view(dtype)
-    return tensor.numpy()
-
-
-def _interpreted(module, name):
-    return getattr(_copy(module), name)
+def _ask(*question):
+    with _one_at_a_time:
+        process = _process()
+        pickle.dump(question, process.stdin)
+        process.stdin.flush()
+        answer = pickle.load(process.stdout)
+    if isinstance(answer, str):
+        raise RuntimeError(answer)
+    return answer
 
 
 @functools.cache
-def _copy(module):
-    """The module once more, its kernels made for the interpreter; so are those that it imports."""
-    before = os.environ.get("TRITON_INTERPRET")
-    known = {n: m for n, m in sys.modules.items() if _holds_kernels(n)}
-    for n in known:
-        del sys.modules[n]
-    os.environ["TRITON_INTERPRET"] = "1"
+def _process():
+    """The interpreter, started once."""
+    given = {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(pathlib.Path(__file__).resolve())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **given},
+    )
+    atexit.register(process.kill)
+    return process
+
+
+def _tensor(value):
+    import torch
+
+    if not isinstance(value, np.ndarray):
+        return value
+    if value.dtype == jax.numpy.bfloat16:
+        return torch.from_numpy(np.array(value).view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(np.array(value))
+
+
+def _array(tensor):
+    import torch
+
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.uint16).numpy().view(jax.numpy.bfloat16)
+    return tensor.numpy()
+
+
+def _answer(kernel, given, outputs):
+    """The outputs, or what went wrong."""
+    module, name, grid, constants = kernel
     try:
-        return importlib.import_module(module)
-    finally:
-        for n in [n for n in sys.modules if _holds_kernels(n)]:
-            del sys.modules[n]
-        sys.modules.update(known)
-        if before is None:
-            del os.environ["TRITON_INTERPRET"]
-        else:
-            os.environ["TRITON_INTERPRET"] = before
+        written = [_tensor(o) for o in outputs]
+        function = getattr(importlib.import_module(module), name)
+        function[grid](*map(_tensor, given), *written, **constants)
+        return [_array(t) for t in written]
+    except Exception as error:
+        cause = error.__cause__ or error
+        at = cause.__traceback__
+        while at.tb_next is not None:
+            at = at.tb_next
+        return f"{name} at {at.tb_frame.f_code.co_filename}:{at.tb_lineno}: {cause!r}"
 
 
-def _holds_kernels(module):
-    return module.startswith("rljax_kernels.") and module.endswith("_kernels")
+def _multiply_bfloat16():
+    """Lets the interpreter's dot take bfloat16, whose bits it would multiply as integers."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        bits = handle.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    def create_dot(self, a, b, *others):
+        return dot(self, widened(a), widened(b), *others)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def _patch_once():
+    """Lets the interpreter replace Triton's language once a module, not at each function's call."""
+    from triton.runtime import interpreter
+
+    patch, done = interpreter._patch_lang, set()
+
+    class Kept:
+        def restore(self):
+            pass
+
+    def patch_lang(function):
+        if id(function.__globals__) not in done:
+            done.add(id(function.__globals__))
+            patch(function)
+        return Kept()
+
+    interpreter._patch_lang = patch_lang
+
+
+def _serve():
+    """Answers questions from stdin until there are no more."""
+    _multiply_bfloat16()
+    _patch_once()
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what anything prints must not get between the answers
+    while True:
+        try:
+            question = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        pickle.dump(_answer(*question), answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    _serve()

@@ -8,8 +8,10 @@ from rljax_kernels.attention.reference import attend_masked
 from rljax_kernels.paged_attention import PageTables
 from rljax_kernels.paged_attention.blocked import Sizes, prompt_attention
 
+from rljax import models
 from rljax.sampling.attention import decode_attention, gathered_attention, prefill_attention
-from rljax.sampling.pool import gather_pages, scatter_tokens
+from rljax.sampling.decode import prefill
+from rljax.sampling.pool import gather_pages, make_pool, scatter_tokens
 
 PAGE, PAGES, ROWS, KV, HEADS, DIM, VALUE = 4, 32, 4, 2, 4, 8, 6
 LENGTHS = np.array([9, 12, 5, 7])  # tokens kept before the new one; the first 4 are shared in pairs
@@ -149,27 +151,17 @@ def test_a_row_s_bits_do_not_depend_on_other_rows_or_on_the_table_s_width():
         np.testing.assert_array_equal(whole, wide)
 
 
-def temporaries(columns, width, tokens=256):
-    """Bytes that attention of so many tokens over pages for so many needs."""
-    heads, kv, dim, page = 8, 4, 64, 16
+def test_the_memory_of_a_prefill_grows_with_its_own_tokens():
+    config = models.PRESETS["speed-s"]()
+    params = jax.eval_shape(lambda: models.init(jax.random.key(0), config))
+    pool = jax.eval_shape(lambda: make_pool(config, 1100, 16))
 
-    def shape(*sizes, dtype=jnp.float32):
-        return jax.ShapeDtypeStruct(sizes, dtype)
+    def temporaries(context):
+        shapes = (1, 512), (1,), (1,), (1, context // 16)
+        rows = [jax.ShapeDtypeStruct(s, jnp.int32) for s in shapes]
+        program = jax.jit(prefill, static_argnames="config", donate_argnums=1)
+        compiled = program.lower(params, pool, *rows, config=config).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
 
-    pool = {"k": shape(2, columns, kv, dim, page), "v": shape(2, columns, kv, page, dim)}
-    rows = tokens // width
-    where = [shape(rows, columns, dtype=jnp.int32), shape(rows, width, dtype=jnp.int32)]
-
-    def attend(q, pool, table, positions):
-        live = positions >= 0
-        return prompt_attention(q, pool, 1, table, positions, live, dim, scale=0.1)
-
-    lowered = jax.jit(attend).lower(shape(rows, width, heads, dim), pool, *where)
-    return lowered.compile().memory_analysis().temp_size_in_bytes
-
-
-def test_memory_of_prefill_grows_with_its_tokens_and_not_with_what_they_read():
-    short, long = temporaries(64, 64), temporaries(1024, 64)
-    assert long < 16e6  # 256 tokens over 16,384: their scores alone would be 134 MB
-    assert long - short < 1e6
-    assert temporaries(1024, 256) < 16e6
+    # All scores of 512 tokens and 16,384 keys would take 268 MB, over 8 heads.
+    assert temporaries(16_384) < temporaries(2048) + 2**20 < 40 * 2**20
