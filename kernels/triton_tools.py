@@ -32,7 +32,14 @@ import jax.numpy as jnp
 OPERATIONS = ("attention", "paged_attention", "logprobs", "grouped_matmul")
 """The folders that may have a `triton.py` with `examples()`."""
 
-_TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32", "bool": "i1"}
+_TYPES = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "int32": "i32",
+    "uint16": "u16",
+    "bool": "i1",
+}
 
 
 @dataclasses.dataclass(frozen=True)
