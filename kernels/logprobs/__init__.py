@@ -11,7 +11,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-from rljax_kernels.logprobs import chunked, reference
+from rljax_kernels.logprobs import chunked, pallas_tpu, reference
 from rljax_kernels.logprobs.statistics import Options, Statistics, merged
 from rljax_kernels.registry import PLATFORMS, Implementation, Operation
 
@@ -44,6 +44,13 @@ class Asked:
 OPERATION = Operation(
     "logprobs",
     (
+        Implementation(
+            "pallas",
+            ("tpu",),
+            pallas_tpu.run,
+            pallas_tpu.refuses,
+            source="Pallas, kernels/logprobs/pallas_tpu.py",
+        ),
         Implementation("chunked", PLATFORMS, chunked.run, source="plain JAX"),
         Implementation("reference", PLATFORMS, reference.run, source="plain JAX"),
     ),

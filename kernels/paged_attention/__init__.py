@@ -9,13 +9,8 @@ import dataclasses
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-<<<<<<< HEAD
-from rljax_kernels import cpu
-from rljax_kernels.paged_attention import blocked, native, reference
-=======
 from rljax_kernels import cpu, triton_tools
-from rljax_kernels.paged_attention import native, reference, triton
->>>>>>> gpurest
+from rljax_kernels.paged_attention import blocked, native, pallas_tpu, reference, triton
 from rljax_kernels.paged_attention.pages import PageTables, Pool
 from rljax_kernels.registry import PLATFORMS, Implementation, Operation
 
@@ -67,19 +62,25 @@ OPERATION = Operation(
             source="C++, kernels/cpu.cpp",
         ),
         Implementation(
-<<<<<<< HEAD
-            "blocked",
-            PLATFORMS,
-            blocked.run,
-            source="plain JAX, online softmax (Milakov and Gimelshein, 2018, arXiv:1805.02867)",
-=======
             "triton",
             ("gpu",),
             triton.run,
             triton.refuses,
             triton_tools.missing,
             source="our own kernels, after Flash-Decoding (Dao et al. 2023)",
->>>>>>> gpurest
+        ),
+        Implementation(
+            "pallas",
+            ("tpu",),
+            pallas_tpu.run,
+            pallas_tpu.refuses,
+            source="our own Pallas kernel",
+        ),
+        Implementation(
+            "blocked",
+            PLATFORMS,
+            blocked.run,
+            source="plain JAX, online softmax (Milakov and Gimelshein, 2018, arXiv:1805.02867)",
         ),
         Implementation("reference", PLATFORMS, reference.run, source="plain JAX"),
     ),
