@@ -74,7 +74,7 @@ OPERATION = Operation(
             ("tpu",),
             pallas_tpu.run,
             pallas_tpu.refuses,
-            source="our own Pallas kernel",
+            source="Pallas, kernels/paged_attention/pallas_tpu.py",
         ),
         Implementation(
             "blocked",
