@@ -42,7 +42,7 @@ def spelt(times: dict[str, Any]) -> str:
 
 
 def peer_half(
-    library: Literal["torch", "vllm", "trl", "tunix"],
+    library: Literal["jax", "torch", "vllm", "trl", "tunix"],
     python: Path | None,
     module: str,
     config: Any,
