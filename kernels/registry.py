@@ -23,6 +23,8 @@ class Implementation:
       refuses: Why it does not compute what is asked (a record of the operation's own: dtype, sizes,
         options); None: it does.
       missing: Why it cannot run here, such as a package that is not installed; None: it can.
+      defers: Why `auto` leaves what it could compute on a platform to those behind it, which are
+        faster at that; None: it does not.
       source: Where it comes from: a library, or a paper where the code is ours.
     """
 
@@ -31,6 +33,7 @@ class Implementation:
     run: Callable[..., Any]
     refuses: Callable[[Any], str | None] = lambda asked: None
     missing: Callable[[], str | None] = lambda: None
+    defers: Callable[[Any, str], str | None] = lambda asked, platform: None
     source: str = ""
 
     def objection(self, asked: Any, platform: str) -> str | None:
@@ -47,7 +50,7 @@ class Operation:
     Attributes:
       name: Of the operation.
       implementations: Of it, those to be preferred first; the last computes all there is to ask, on
-        every platform.
+        every platform, and defers to none.
       reference: The name of the implementation that the others are tested against.
     """
 
@@ -85,7 +88,7 @@ class Operation:
                 raise ValueError(f"{self.name} by {wanted!r}: {reason}; use 'auto'")
             return found
         for found in self.implementations:
-            if found.objection(asked, platform) is None:
+            if (found.objection(asked, platform) or found.defers(asked, platform)) is None:
                 return found
         raise AssertionError(f"{self.name}: nothing computes {asked} on {platform}")
 

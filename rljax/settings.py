@@ -46,6 +46,12 @@ class MeshSettings:
     host_memory: tuple[Literal["optimizer", "reference"], ...] = ()
     """What is kept in host memory while it is not used: the optimizer's moments, the reference
     policy. Saves device memory, costs time."""
+    attention_backend: Literal[
+        "auto", "pallas", "splash", "cudnn", "triton", "blocked", "reference"
+    ] = "auto"
+    """How attention is computed in training and scoring. blocked: plain JAX, by blocks, on any
+    device. reference: all scores at once. pallas, splash: kernels for TPU. cudnn, triton: kernels
+    for GPU. auto: the fastest for the devices and the rows."""
     expert_dispatch: Literal["all_gather", "all_to_all"] | None = None
     """Mesh axis expert: whether each device receives all tokens, or each token is sent to the
     devices that hold its experts; never changes a result. Unset: the one that sends less."""

@@ -9,11 +9,22 @@ import dataclasses
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-from rljax_kernels.attention import reference
+from rljax_kernels.attention import blocked, reference, ring
+from rljax_kernels.attention.reference import MASKED_SCORE
 from rljax_kernels.attention.tokens import Tokens, sees, whole_rows
-from rljax_kernels.registry import PLATFORMS, Implementation, Operation
+from rljax_kernels.registry import PLATFORMS, Implementation, Operation, platform_here
 
-__all__ = ["OPERATION", "Asked", "Tokens", "attention", "sees", "whole_rows"]
+__all__ = [
+    "MASKED_SCORE",
+    "OPERATION",
+    "RINGS",
+    "Asked",
+    "Tokens",
+    "asked_of",
+    "attention",
+    "sees",
+    "whole_rows",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +58,79 @@ class Asked:
     prefix: bool = False
 
 
+_FEW_SCORES, _FEW_ON_CPU = 2**26, 2**18
+
+
+def _defer_short(asked: Asked, platform: str) -> str | None:
+    """Few scores are faster all at once: there are no loops, and compilation is quicker."""
+    scores = asked.rows * asked.heads * asked.queries * asked.keys
+    if scores > (_FEW_ON_CPU if platform == "cpu" else _FEW_SCORES):
+        return None
+    return f"{scores:,} scores are few enough to compute them all at once"
+
+
 OPERATION = Operation(
     "attention",
-    (Implementation("reference", PLATFORMS, reference.run, source="plain JAX"),),
+    (
+        Implementation(
+            "blocked",
+            PLATFORMS,
+            blocked.run,
+            defers=_defer_short,
+            source="plain JAX, after FlashAttention-2 (Dao, 2023, arXiv:2307.08691)",
+        ),
+        Implementation("reference", PLATFORMS, reference.run, source="plain JAX"),
+    ),
     reference="reference",
 )
 """The ways to compute attention, in the order in which they are preferred."""
+
+RINGS = {"blocked": ring.Parts(blocked.forward, blocked.backward)}
+"""The implementations that compute rows split over devices (`ring`), in the order in which they are
+preferred."""
+
+
+def asked_of(
+    q: Float[Array, "B T H d"],
+    k: Float[Array, "B S K d"],
+    v: Float[Array, "B S K dv"],
+    queries: Tokens,
+    *,
+    window: int | None = None,
+    sinks: Float[Array, " H"] | None = None,
+) -> Asked:
+    """What a call with these arguments asks for."""
+    return Asked(
+        dtype=jnp.dtype(q.dtype).name,
+        rows=q.shape[0],
+        queries=q.shape[1],
+        keys=k.shape[1],
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        value_dim=v.shape[3],
+        window=window,
+        sinks=sinks is not None,
+        prefix=queries.prefix is not None,
+    )
+
+
+def choose(backend: str, asked: Asked, axis: str | None = None) -> Implementation:
+    """The implementation that computes what is asked, of rows split over a mesh axis or whole.
+
+    Raises:
+      ValueError: The backend is unknown, or does not compute this here.
+    """
+    if axis is None or backend != "auto":
+        found = OPERATION.choose(backend, asked)
+        if axis is not None and found.name not in RINGS:
+            raise ValueError(
+                f"attention by {backend!r}: it needs all keys of a row on one device; use 'auto' "
+                f"or {' or '.join(map(repr, RINGS))}"
+            )
+        return found
+    able = [OPERATION.named(name) for name in RINGS]
+    return next(i for i in able if i.objection(asked, platform_here()) is None)
 
 
 def attention(
@@ -66,6 +144,7 @@ def attention(
     window: int | None = None,
     sinks: Float[Array, " H"] | None = None,
     backend: str = "auto",
+    axis: str | None = None,
 ) -> Float[Array, "B T H dv"]:
     """Grouped-query attention over what `sees` says, the softmax in float32.
 
@@ -79,6 +158,8 @@ def attention(
       window: How many positions back a query sees, its own included; None: all.
       sinks: Logits that take part in the softmax and have no value; None: there are none.
       backend: The name of an implementation, or `auto`.
+      axis: Inside `shard_map`: the mesh axis over which rows are split. Each device has the
+        queries, keys and values of its part, all varying over the same mesh axes; keys go round.
 
     Returns:
       The output, in q's dtype. Padding (segment 0) gets something finite that must not be used.
@@ -86,19 +167,9 @@ def attention(
     Raises:
       ValueError: The backend is unknown, or does not compute this here.
     """
-    asked = Asked(
-        dtype=jnp.dtype(q.dtype).name,
-        rows=q.shape[0],
-        queries=q.shape[1],
-        keys=k.shape[1],
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        value_dim=v.shape[3],
-        window=window,
-        sinks=sinks is not None,
-        prefix=queries.prefix is not None,
-    )
-    run = OPERATION.choose(backend, asked).run
     keys = queries if keys is None else keys
-    return run(q, k, v, queries, keys, scale=scale, window=window, sinks=sinks)
+    chosen = choose(backend, asked_of(q, k, v, queries, window=window, sinks=sinks), axis)
+    options = {"scale": scale, "window": window, "sinks": sinks}
+    if axis is None:
+        return chosen.run(q, k, v, queries, keys, **options)
+    return ring.run(q, k, v, queries, keys, axis=axis, parts=RINGS[chosen.name], **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 from rljax_kernels.attention.tokens import Tokens, sees
 
 MASKED_SCORE = -1e30
@@ -24,7 +24,18 @@ def run(
     sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "B T H dv"]:
     """As `rljax_kernels.attention.attention`; the scores of all queries exist at once."""
-    allowed = sees(queries, keys, window)
+    return attend_masked(q, k, v, sees(queries, keys, window), scale, sinks)
+
+
+def attend_masked(
+    q: Float[Array, "B T H d"],
+    k: Float[Array, "B S K d"],
+    v: Float[Array, "B S K dv"],
+    allowed: Bool[Array, "B T S"],
+    scale: float,
+    sinks: Float[Array, " H"] | None = None,
+) -> Float[Array, "B T H dv"]:
+    """Attention over what a mask allows; a query with nothing gets a mean of all values."""
     b, t, h, d = q.shape
     kv = k.shape[2]
     # A key head's queries become the rows of one plain matrix: XLA's CPU matmuls are twice as

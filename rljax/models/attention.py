@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import functools
+import logging
+import math
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
+from rljax_kernels import attention as kernels
+from rljax_kernels.attention import OPERATION, Asked, Tokens, whole_rows
+from rljax_kernels.registry import Implementation
 
-from rljax.mesh import BATCH_AXES, constrain, fit, gather, map_shards, split, varies
+from rljax.errors import InputError, MissingDependencyError
+from rljax.mesh import BATCH_AXES, constrain, fit, gather, map_shards, split, varies, vary_alike
 from rljax.models.config import Attention, LatentAttention, Yarn
 from rljax.models.layers import matmul, rms_norm
 from rljax.models.parameters import Params
 from rljax.models.rope import rope_frequencies, rotate
+
+_log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -50,47 +58,7 @@ class Attend(Protocol):
         ...
 
 
-MASKED_SCORE = -1e30
-"""The score of a key that a query must not see: finite, so that a query without any keys gives no
-NaN."""
 _LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever the others have
-
-
-def attend_masked(
-    q: Array, k: Array, v: Array, allowed: Array, scale: float, sinks: Array | None = None
-) -> Array:
-    """Grouped-query attention with the softmax in float32.
-
-    Args:
-      q: [B, T, H, d].
-      k: [B, S, K, d].
-      v: [B, S, K, dv].
-      allowed: bool [B, T, S], which keys each query may see; a query with none gets a mean of
-        all values, which must not be used.
-      scale: Multiplies the scores.
-      sinks: [H], logits that take part in the softmax and have no value; None: there are none.
-
-    Returns:
-      [B, T, H, dv] in q's dtype.
-    """
-    b, t, h, d = q.shape
-    kv = k.shape[2]
-    # A key head's queries become the rows of one plain matrix: XLA's CPU matmuls are twice as
-    # fast so, forwards and backwards.
-    rows = q.reshape(b, t, kv, h // kv, d).transpose(0, 2, 3, 1, 4).reshape(b, kv, -1, d)
-    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    scores = jnp.einsum("bkrd,bksd->bkrs", rows, k, preferred_element_type=jnp.float32)
-    scores = scores.reshape(b, kv, h // kv, t, -1)
-    scores = jnp.where(allowed[:, None, None], scores * scale, MASKED_SCORE)
-    if sinks is None:
-        probs = jax.nn.softmax(scores, axis=-1)
-    else:
-        sink = sinks.astype(jnp.float32).reshape(kv, h // kv, 1, 1)
-        sink = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
-        probs = jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1]
-    probs = probs.astype(v.dtype).reshape(b, kv, rows.shape[2], -1)
-    out = jnp.einsum("bkrs,bksd->bkrd", probs, v).reshape(b, kv, h // kv, t, -1)
-    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, h, -1)
 
 
 @struct.dataclass
@@ -98,17 +66,12 @@ class FullAttention:
     """Causal attention within each segment of a row, and over its prefix; there is no cache.
 
     Attributes:
-      positions: Places in the sequence, from which windows are measured.
-      segments: Sequences of a row by number.
-      prefix: The segment that a position sees besides its own (a prompt shared by several
-        responses), 0 for none; None: there are none.
-      causal: Which keys each query may see where there is no window.
+      tokens: Where the tokens stand.
+      backend: As `ModelConfig.attention_backend`.
     """
 
-    positions: Int[Array, "B T"]
-    segments: Int[Array, "B T"]
-    prefix: Int[Array, "B T"] | None
-    causal: Bool[Array, "B T T"]
+    tokens: Tokens
+    backend: str = struct.field(pytree_node=False, default="auto")
 
     def __call__(
         self,
@@ -123,56 +86,117 @@ class FullAttention:
         sinks: Array | None = None,
     ) -> tuple[Array, Any]:
         """As in `Attend`."""
-        allowed = self.causal
-        if window is not None:
-            apart = self.positions[:, :, None] - self.positions[:, None, :]
-            allowed = allowed & (apart < window)
-        if not split("context"):
-            return _attend_finite(q, k, v, allowed, sinks, scale), cache
-        # Each device has the queries of its part of the rows, and gathers keys and values.
+        local = functools.partial(_attend_finite, backend=self.backend, scale=scale, window=window)
+        k, v = (_enough_heads(x, q.shape[2]) for x in (k, v))
         heads = fit(q.shape, BATCH_AXES, "context", "tensor")
-        local = map_shards(
-            functools.partial(_attend_gathered, scale=scale),
-            (heads, heads, heads, fit(allowed.shape, BATCH_AXES, "context"), P(*heads[2:])),
-            heads,
-        )
-        return local(q, k, v, allowed, sinks), cache
+        rows = fit(self.tokens.segments.shape, BATCH_AXES, "context")
+        run = map_shards(local, (heads, heads, heads, rows, P(*heads[2:])), heads)
+        return run(q, k, v, self.tokens, sinks), cache
 
 
 def full_attention(
     positions: Int[Array, "B T"],
     segments: Int[Array, "B T"],
     prefix: Int[Array, "B T"] | None = None,
+    backend: str = "auto",
 ) -> FullAttention:
-    """Causal attention within each segment of a row, and over its prefix, if it has any."""
-    row = jnp.arange(segments.shape[1])
-    seen = segments[:, :, None] == segments[:, None, :]
-    if prefix is not None:
-        seen = seen | ((prefix[:, :, None] == segments[:, None, :]) & (prefix > 0)[:, :, None])
-    return FullAttention(positions, segments, prefix, seen & (row[:, None] >= row[None, :]))
+    """Causal attention within each segment of a row, and over its prefix, if it has any.
+
+    Args:
+      positions: Places in the sequence, from which windows are measured.
+      segments: Sequences of a row by number, at most its length; 0 is padding.
+      prefix: The segment that a position sees besides its own (a prompt shared by several
+        responses), 0 for none; None: there are none.
+      backend: As `ModelConfig.attention_backend`.
+    """
+    return FullAttention(whole_rows(positions, segments, prefix), backend)
 
 
-def _attend_gathered(
-    q: Array, k: Array, v: Array, allowed: Array, sinks: Array | None, scale: float
-) -> Array:
-    if varies(k, "context"):
-        k, v = gather(k, "context", 1), gather(v, "context", 1)
-    return _attend_finite(q, k, v, allowed, sinks, scale)
+def choose_backend(wanted: str, asked: Asked, axis: str | None = None) -> Implementation:
+    """`rljax_kernels.attention.choose`; the first choice of each kind is logged.
+
+    Raises:
+      InputError: The backend is unknown, or does not compute what is asked on these devices.
+      MissingDependencyError: The backend needs what is not installed.
+    """
+    try:
+        chosen = kernels.choose(wanted, asked, axis)
+    except ValueError as e:
+        kind = InputError
+        if wanted in (i.name for i in OPERATION.implementations):
+            kind = MissingDependencyError if OPERATION.named(wanted).missing() else InputError
+        raise kind(f"attention_backend={wanted!r}: {e}") from e
+    _log_choice(wanted, chosen.name)
+    return chosen
+
+
+@functools.cache
+def _log_choice(wanted: str, chosen: str) -> None:
+    _log.info("attention is computed by backend %r (attention_backend=%r)", chosen, wanted)
+
+
+def _enough_heads(x: Array, heads: int) -> Array:
+    """Keys or values [B, T, K, d], with heads repeated until `tensor` splits them as it does H."""
+    if not split("tensor"):
+        return x
+    devices = jax.sharding.get_abstract_mesh().shape["tensor"]
+    if heads % devices:
+        return x
+    return jnp.repeat(x, math.lcm(x.shape[2], devices) // x.shape[2], axis=2)
 
 
 def _attend_finite(
-    q: Array, k: Array, v: Array, allowed: Array, sinks: Array | None, scale: float
+    q: Array,
+    k: Array,
+    v: Array,
+    tokens: Tokens,
+    sinks: Array | None,
+    *,
+    backend: str,
+    scale: float,
+    window: int | None,
 ) -> Array:
-    """`attend_masked` in which what is not finite spoils its own sequence and no other."""
+    """Attention of one device in which what is not finite spoils its own sequence and no other."""
     # 0 · NaN is NaN: masked values must be finite, or they leak into their neighbours' values and
     # gradients. What is not finite is replaced by 0, and its own sequence's output by NaN.
-    fine_q, fine_k = jnp.isfinite(q), jnp.isfinite(k)
-    fine_v = jnp.isfinite(v)
-    broken_key = ~(fine_k.all((2, 3)) & fine_v.all((2, 3)))
-    broken = ~fine_q.all((2, 3)) | (allowed & broken_key[:, None]).any(-1)
+    q, k, v, tokens, sinks = vary_alike((q, k, v, tokens, sinks))
+    axis = "context" if varies(k, "context") else None
+    fine_q, fine_k, fine_v = (jnp.isfinite(x) for x in (q, k, v))
+    fine_key = fine_k.all((2, 3)) & fine_v.all((2, 3))
+    broken = ~fine_q.all((2, 3)) | _spoilt(~fine_key, tokens, axis)
     q, k, v = (jnp.where(f, x, 0) for f, x in ((fine_q, q), (fine_k, k), (fine_v, v)))
-    out = attend_masked(q, k, v, allowed, scale, sinks)
+    keys, options = tokens, {"window": window, "sinks": sinks}
+    if axis is not None and backend not in ("auto", *kernels.RINGS):
+        # It needs all keys of a row on one device.
+        gathered = functools.partial(gather, axes=axis, dimension=1)
+        k, v, keys = jax.tree.map(gathered, (k, v, tokens))
+        axis = None
+    chosen = choose_backend(backend, kernels.asked_of(q, k, v, tokens, **options), axis)
+    options |= {"scale": scale, "backend": chosen.name, "axis": axis}
+    out = kernels.attention(q, k, v, tokens, keys, **options)
     return jnp.where(broken[..., None, None], jnp.nan, out)
+
+
+def _spoilt(broken: Array, tokens: Tokens, axis: str | None) -> Array:
+    """Which queries [B, T] stand behind a broken key of their own sequence or of its prefix.
+
+    Windows do not count: the whole rest of a broken sequence is spoilt.
+    """
+    rows, length = broken.shape
+    # The least index of a broken key, of each segment.
+    whole = length if axis is None else length * jax.lax.axis_size(axis)
+    segments = jnp.clip(tokens.segments, 0, whole)
+    never = jnp.iinfo(jnp.int32).max
+    row = jnp.arange(rows)[:, None]
+    first = jnp.full((rows, whole + 1), never) + tokens.index[:1, :1] * 0
+    first = first.at[row, segments].min(jnp.where(broken, tokens.index, never))
+    if axis is not None:
+        first = jax.lax.pmin(first, axis)
+    spoilt = tokens.index >= first[row, segments]
+    if tokens.prefix is not None:
+        prefix = jnp.clip(tokens.prefix, 0, whole)
+        spoilt |= (prefix > 0) & (tokens.index >= first[row, prefix])
+    return spoilt
 
 
 def attention(

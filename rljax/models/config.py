@@ -6,6 +6,8 @@ import dataclasses
 import math
 from typing import Literal
 
+from rljax_kernels.attention import OPERATION
+
 from rljax.errors import InputError
 
 
@@ -252,6 +254,8 @@ class ModelConfig:
       dtype: Dtype of activations and matmul inputs; softmax, router and log-probabilities are
         float32 whatever it is.
       remat: Whether each layer's activations are recomputed in the backward pass.
+      attention_backend: How attention is computed where no cache is kept, as for
+        `rljax_kernels.attention`; `auto`: what is fastest on the devices for the rows at hand.
       expert_dispatch: How tokens meet experts on other devices (see `experts.parallel_experts`);
         None: the one that moves less.
       expert_backend: How rows are multiplied by their experts' matrices, as for
@@ -275,6 +279,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: bool = False
+    attention_backend: str = "auto"
     expert_dispatch: Literal["all_gather", "all_to_all"] | None = None
     expert_backend: Literal["auto", "ragged", "blocks", "native"] = "auto"
     pipeline_repeats: int = 1
@@ -288,6 +293,12 @@ class ModelConfig:
             raise InputError(
                 f"num_tokens={self.num_tokens} must lie between 1 and vocab_size="
                 f"{self.vocab_size}: further tokens have no embedding; use the model's tokenizer"
+            )
+        backends = ("auto", *(i.name for i in OPERATION.implementations))
+        if self.attention_backend not in backends:
+            raise InputError(
+                f"attention_backend={self.attention_backend!r} is unknown; use one of "
+                f"{', '.join(backends)}"
             )
         if self.expert_backend == "native" and self.dtype != "float32":
             raise InputError(

@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from rljax_kernels.attention import MASKED_SCORE
 from rljax_kernels.cpu import Native
 
 from rljax.mesh import BATCH_AXES, axes_of, constrain_rows, fit, map_shards, varies
 from rljax.models import pipeline
-from rljax.models.attention import MASKED_SCORE, Attend, FullAttention, attention, full_attention
+from rljax.models.attention import Attend, FullAttention, attention
 from rljax.models.config import Dense, Experts, ModelConfig, Stack
 from rljax.models.layers import dense, enter, rms_norm
 from rljax.models.mixture import RouterInputs, RouterOutputs, join_outputs, mixture
@@ -174,9 +175,7 @@ def _run_stage_layers(
     stack: Stack, config: ModelConfig, layers: Layers, x: Array, rows: tuple[Any, ...]
 ) -> tuple[Array, Outputs]:
     """`_run_layers` in a pipeline, where all that layers are told is split by rows."""
-    positions, counted, *places = rows
-    tokens = _Tokens(positions, counted, full_attention(*places))
-    x, _, stats = _run_layers(stack, config, layers, x, tokens, None, 0)
+    x, _, stats = _run_layers(stack, config, layers, x, _Tokens(*rows), None, 0)
     return x, stats
 
 
@@ -199,8 +198,7 @@ def _run_stack(
     schedule = pipeline.schedule_here(stack.repeats, x.shape, config)
     if schedule is not None and isinstance(tokens.attend, FullAttention):
         inner = dataclasses.replace(config, remat=config.remat and not schedule.recomputed)
-        attend = tokens.attend
-        rows = (tokens.positions, tokens.counted, attend.positions, attend.segments, attend.prefix)
+        rows = (tokens.positions, tokens.counted, tokens.attend)
         piped, layers = pipeline.divide(schedule, layers, declared)
         run = functools.partial(_run_stage_layers, stack, inner)
         x, stats = pipeline.run(schedule, run, piped, x, rows)

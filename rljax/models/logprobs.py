@@ -78,9 +78,8 @@ def logits(
       float32 logits of the token after each position.
     """
     positions, segments = Inputs(tokens, positions, segments).places()
-    hidden, _, _ = hidden_states(
-        params, config, tokens, positions, full_attention(positions, segments)
-    )
+    attend = full_attention(positions, segments, backend=config.attention_backend)
+    hidden, _, _ = hidden_states(params, config, tokens, positions, attend)
     return output_logits(params, config, hidden)
 
 
@@ -196,7 +195,7 @@ def states_before(
         config,
         inputs.tokens,
         positions,
-        full_attention(positions, segments, inputs.prefix),
+        full_attention(positions, segments, inputs.prefix, config.attention_backend),
         counted=segments > 0,
         routers=RouterInputs(inputs.routing, load),
     )

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rljax_kernels.attention.reference import attend_masked
 
-from rljax.models.attention import attend_masked
 from rljax.sampling.attention import gathered_attention, paged_attention
 from rljax.sampling.pool import gather_pages, scatter_tokens
 
