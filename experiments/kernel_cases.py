@@ -229,7 +229,7 @@ def paged_attention(
     token = kv * (d if latent else d + dv)
     moved = (rows * own + (blocks * prompt if prompt else 0)) * token + rows * h * (d + dv)
     work = Work(2 * rows * (prompt + own) * h * (d + dv), _size(dtype) * moved)
-    sharing = each if prompt else 1
+    sharing = each if prompt else 0
     asked = Asked(dtype, rows, h, kv, d, dv, page_size, sharing=sharing, latent=latent)
     return Case("paged_attention", name, asked, make, call, {"forward": work}, carried=3, **others)
 

@@ -47,7 +47,7 @@ def choice(chosen: Any, case: Case, platform: str) -> str:
         if found.name == auto:
             break
         if platform in found.platforms:
-            reason = found.objection(case.asked, platform) or "another one is faster for this"
+            reason = found.objection(case.asked, platform) or found.defers(case.asked, platform)
             passed.append(f"not {found.name}: {reason}")
     return "; ".join([f"auto takes {auto}", *passed])
 
