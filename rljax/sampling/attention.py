@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from rljax_kernels import cpu
+from rljax_kernels.attention.blocks import vary_as
 
 from rljax.models.forward import Attend
 from rljax.sampling.pool import (
@@ -26,6 +27,8 @@ from rljax.sampling.pool import (
 )
 
 _HIDDEN_SCORE = -1e30  # of a key that a query may not see; -inf would give NaN where all are hidden
+
+_BLOCK = 512  # tokens of a row whose keys and values are read at once where there are more
 
 Part = tuple[Array, Array, Array]
 """Keys [B, K, d, S], values [B, K, S, dv] and allowed bool [R, t, S]: what R queries read together.
@@ -112,27 +115,108 @@ def paged_attention(
 ) -> Attend:
     """Writes the new keys and values into their pages, then attends over all pages of each row.
 
+    Pages of many tokens are read in blocks, with an online softmax: memory then grows with the new
+    tokens, not with all that they see, and blocks that none of them sees are not read.
+
     Args:
       table: The pages of each row, in order; entries past a row's length may be anything valid.
       positions: Positions of the new tokens.
       live: Which of them exist; others are neither written nor read.
     """
 
-    def read(
-        k: Array, v: Array, layer: Array | int, pool: Any, window: int | None
-    ) -> tuple[list[Part], Any]:
+    def attend(
+        q: Array,
+        k: Array,
+        v: Array,
+        layer: Array | int,
+        pool: Any,
+        *,
+        scale: float,
+        window: int | None = None,
+        sinks: Array | None = None,
+    ) -> tuple[Array, Any]:
         num_pages, page_size = pool["k"].shape[1], pool["k"].shape[4]
         page = jnp.take_along_axis(table, positions // page_size, axis=1, mode="clip")
         page = jnp.where(live, page, num_pages)  # out of bounds: dropped
         new = {"k": to_bits(k), "v": to_bits(v)}
         pool = put_tokens(pool, layer, new, page, positions % page_size)
-        place = jnp.arange(table.shape[1] * page_size)
         last = jnp.max(jnp.where(live, positions, -1), axis=1)
-        rows = zero_unseen(take_pages(pool, layer, table), place <= last[:, None])
-        allowed = _allowed(place, positions, window)
-        return [(from_bits(rows["k"]), values_of(rows, v.shape[-1]), allowed)], pool
+        first = jnp.min(jnp.where(live, positions, last[:, None] + 1))
 
-    return _attention(read)
+        def read(table: Array, start: Array | int) -> Part:
+            place = start + jnp.arange(table.shape[1] * page_size)
+            rows = zero_unseen(take_pages(pool, layer, table), place <= last[:, None])
+            allowed = _allowed(place, positions, window)
+            return from_bits(rows["k"]), values_of(rows, v.shape[-1]), allowed
+
+        if table.shape[1] * page_size <= 2 * _BLOCK:
+            return attend_parts(q, [read(table, 0)], scale, sinks), pool
+        pages = max(_BLOCK // page_size, 1)
+        padded = jnp.pad(table, ((0, 0), (0, -table.shape[1] % pages)))
+
+        def block(i: Array) -> Part:
+            these = jax.lax.dynamic_slice_in_dim(padded, i * pages, pages, axis=1)
+            return read(these, i * pages * page_size)
+
+        seen = 0 if window is None else jnp.maximum(first - window + 1, 0)
+        most = jnp.maximum(jnp.max(last), 0)
+        bounds = seen // (pages * page_size), most // (pages * page_size) + 1
+        start = vary_as(jnp.zeros((*q.shape[:3], v.shape[-1])), q, pool, table)
+        return _attend_blocks(q, start, block, bounds, scale, sinks), pool
+
+    return attend
+
+
+def _attend_blocks(
+    q: Float[Array, "R t H d"],
+    out: Float[Array, "R t H dv"],
+    block: Callable[[Array], Part],
+    bounds: tuple[Array | int, Array],
+    scale: float,
+    sinks: Float[Array, " H"] | None,
+) -> Float[Array, "R t H dv"]:
+    """`attend_parts` over the blocks from the first bound on and below the second.
+
+    The softmax is computed online (Milakov and Gimelshein, 2018, arXiv:1805.02867).
+
+    Args:
+      q: Queries.
+      out: float32 zeros, which vary over the mesh axes over which the result does.
+      block: Keys and values of a block, and which of them each query sees.
+      bounds: Numbers of blocks.
+      scale: Multiplies the scores.
+      sinks: As for `attend_parts`.
+    """
+    rows, t, heads, width = out.shape
+    kv = jax.eval_shape(block, jnp.int32(0))[0].shape[1]
+
+    def fold(x: Array) -> Array:
+        """[R, t, H, n] to [R, K, t · g, n]: one matmul for each row and KV head."""
+        return (
+            x.reshape(rows, t, kv, heads // kv, -1).swapaxes(1, 2).reshape(rows, kv, -1, x.shape[3])
+        )
+
+    flat, out = fold(q), fold(out)
+
+    def add(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, out = carry
+        keys, values, allowed = block(i)
+        scores = jnp.matmul(flat, keys, preferred_element_type=jnp.float32) * scale
+        scores = scores.reshape(rows, kv, t, -1, keys.shape[-1])
+        scores = jnp.where(allowed[:, None, :, None], scores, _HIDDEN_SCORE)
+        scores = scores.reshape(*flat.shape[:3], -1)
+        above = jnp.maximum(top, scores.max(-1))
+        exp, fade = jnp.exp(scores - above[..., None]), jnp.exp(top - above)
+        new = jnp.matmul(exp.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        return above, total * fade + exp.sum(-1), out * fade[..., None] + new
+
+    top, total = jnp.full_like(out[..., 0], _HIDDEN_SCORE), jnp.zeros_like(out[..., 0])
+    if sinks is not None:  # each is a key whose value is 0
+        sink = sinks.astype(jnp.float32)[:, None]
+        top, total = top * 0 + fold(jnp.broadcast_to(sink, (rows, t, heads, 1)))[..., 0], total + 1
+    _, total, out = jax.lax.fori_loop(*bounds, add, (top, total, out))
+    out = (out / total[..., None]).reshape(rows, kv, t, -1, width)
+    return out.swapaxes(1, 2).reshape(rows, t, heads, width).astype(q.dtype)
 
 
 def native_attention(

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 from rljax_kernels.attention.reference import attend_masked
 
+from rljax import models
+from rljax.sampling import attention
 from rljax.sampling.attention import gathered_attention, paged_attention
-from rljax.sampling.pool import gather_pages, scatter_tokens
+from rljax.sampling.decode import prefill
+from rljax.sampling.pool import gather_pages, make_pool, scatter_tokens
 
 PAGE, PAGES, ROWS, KV, HEADS, DIM, VALUE = 4, 32, 4, 2, 4, 8, 6
 LENGTHS = np.array([9, 12, 5, 7])  # tokens kept before the new one; the first 4 are shared in pairs
@@ -67,6 +70,47 @@ def test_pages_rows_and_shared_rows_give_plain_attention(latent, window, sinks):
     own = gather_pages(pool, table[:, 1:], jnp.asarray(LENGTHS) - base)
     together, _ = gathered_attention(positions, live, base, shared)(q, *new, 1, own, **options)
     np.testing.assert_allclose(together, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize("window,sinks", [(None, False), (3, True), (6, False)])
+def test_blocks_of_pages_give_plain_attention(monkeypatch, latent, window, sinks):
+    pool, history, values, q = example(latent)
+    # Several new tokens a row: the last ones of what each row holds; some of a row are not live.
+    step, live = np.arange(3), np.array([[1, 1, 1], [1, 1, 1], [1, 0, 0], [1, 1, 0]], bool)
+    positions = LENGTHS[:, None] + step
+    rows = np.arange(ROWS)[:, None]
+    new = history[rows, positions], values[rows, positions]
+    q = np.concatenate([q, 2 * q, -q], axis=1)
+    sink = np.linspace(-1, 1, HEADS, dtype=np.float32) if sinks else None
+    back = positions[..., None] - np.arange(16)
+    allowed = (back >= 0) & (back < (window or 99))
+    keys, vals = np.nan_to_num(history), np.nan_to_num(values)
+    expected = attend_masked(q, keys, vals, allowed, 0.3, sink)
+
+    monkeypatch.setattr(attention, "_BLOCK", 2 * PAGE)  # of up to 5 pages
+    table = jnp.pad(jnp.asarray(TABLE), ((0, 0), (0, 1)))
+    attend = paged_attention(table, jnp.asarray(positions), jnp.asarray(live))
+    pool = jax.tree.map(jnp.asarray, pool)
+    got, _ = jax.jit(attend)(q, *new, 1, pool, scale=0.3, window=window, sinks=sink)
+    np.testing.assert_allclose(np.where(live[..., None, None], got - expected, 0), 0, atol=1e-5)
+
+
+def test_the_memory_of_a_prefill_grows_with_its_own_tokens():
+    config = models.PRESETS["speed-s"]()
+    params = jax.eval_shape(lambda: models.init(jax.random.key(0), config))
+    pool = jax.eval_shape(lambda: make_pool(config, 1100, 16))
+
+    def temporaries(context):
+        rows = [
+            jax.ShapeDtypeStruct(s, jnp.int32) for s in ((1, 512), (1,), (1,), (1, context // 16))
+        ]
+        program = jax.jit(prefill, static_argnames="config", donate_argnums=1)
+        compiled = program.lower(params, pool, *rows, config=config).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    # All scores of 512 tokens and 16,384 keys would take 268 MB, over 8 heads.
+    assert temporaries(16_384) < temporaries(2048) + 2**20 < 130 * 2**20
 
 
 def test_rows_that_are_not_live_write_nothing():
