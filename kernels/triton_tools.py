@@ -4,7 +4,7 @@ An operation's `triton.py` describes each kernel by a `Kernel` (the module that 
 imported only when it is needed, and its name) and calls it by `call(Launch(...), *arguments)`
 inside jit. Who runs the launch is a setting: jax_triton, or for tests Triton's interpreter.
 
-`report(examples=None, capability=90) -> list[Compiled]` compiles the kernels of all operations,
+`report(given=None, capability=90) -> list[Compiled]` compiles the kernels of all operations,
 or of the `Example`s given, for GPUs of a compute capability without having one, and returns one
 record a kernel: name, dtype, registers, spills, shared_memory (bytes), warps. `table` prints it.
 """
@@ -113,6 +113,7 @@ class Compiled:
 
 
 Runner = Callable[..., Sequence[jax.Array]]
+_capability: contextvars.ContextVar[int | None] = contextvars.ContextVar("capability", default=None)
 _runner: contextvars.ContextVar[Runner | None] = contextvars.ContextVar("runner", default=None)
 
 
@@ -133,7 +134,8 @@ def call(launch: Launch, *arguments: jax.Array | int) -> list[jax.Array]:
     """Runs a kernel inside jit: by jax_triton, or as `running_by` says.
 
     It knows neither `vmap` nor derivatives nor sharding: wrap it in `jax.custom_vjp`, and in
-    `shard_map` where arrays are spread over devices.
+    `shard_map` where arrays are spread over devices. There, outputs vary over the mesh axes that
+    any of the inputs varies over.
 
     Args:
       launch: What to run.
@@ -143,7 +145,19 @@ def call(launch: Launch, *arguments: jax.Array | int) -> list[jax.Array]:
       The outputs, in the launch's order.
     """
     runner = _runner.get() or _run_by_jax_triton
-    return list(runner(launch, *arguments))
+    inputs = [_varying(a) for a in arguments if not isinstance(a, int)]
+    axes = frozenset().union(*inputs)
+    return [_vary(x, axes) for x in runner(launch, *arguments)]
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def _vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """An array made to vary over mesh axes, as `shard_map` counts it."""
+    more = tuple(axes - _varying(x))
+    return jax.lax.pcast(x, more, to="varying") if more else x
 
 
 @contextlib.contextmanager
@@ -159,6 +173,18 @@ def running_by(runner: Runner) -> Iterator[None]:
         _runner.reset(token)
 
 
+def capability() -> int:
+    """Ten times the compute capability of the GPU at hand; without one 90, a Hopper GPU's.
+
+    `report` sets another one.
+    """
+    if (wanted := _capability.get()) is not None:
+        return wanted
+    if jax.default_backend() != "gpu":
+        return 90
+    return round(10 * float(jax.devices()[0].compute_capability))
+
+
 def _jax_triton() -> Any:
     """The package; it clears TRITON_CACHE_DIR when imported, which this undoes."""
     before = os.environ.get("TRITON_CACHE_DIR")
@@ -172,7 +198,6 @@ def _jax_triton() -> Any:
 
 
 def _run_by_jax_triton(launch: Launch, *arguments: jax.Array | int) -> Sequence[jax.Array]:
-    """Without a GPU at hand the kernel is compiled for compute capability 9.0 (Hopper)."""
     return _jax_triton().triton_call(
         *arguments,
         kernel=launch.kernel.function(),
@@ -181,10 +206,19 @@ def _run_by_jax_triton(launch: Launch, *arguments: jax.Array | int) -> Sequence[
         grid=launch.grid,
         num_warps=launch.warps,
         num_stages=launch.stages,
-        compute_capability=None if jax.default_backend() == "gpu" else 90,
+        compute_capability=capability(),
         zeroed_outputs=launch.zeroed,
         **launch.constants,
     )
+
+
+@contextlib.contextmanager
+def _compiling_for(capability: int) -> Iterator[None]:
+    token = _capability.set(capability)
+    try:
+        yield
+    finally:
+        _capability.reset(token)
 
 
 def launches(function: Callable[..., Any], *arguments: Any) -> list[tuple[Launch, tuple[Any, ...]]]:
@@ -281,17 +315,19 @@ def examples() -> list[Example]:
 
 
 def report(given: Iterable[Example] | None = None, capability: int = 90) -> list[Compiled]:
-    """Compiles the kernels of examples without a GPU, each once.
+    """Compiles the kernels of examples without a GPU.
 
     Args:
       given: The examples; None: those of all operations.
       capability: The compute capability, ten times (90: Hopper).
     """
     found = []
-    for example in examples() if given is None else given:
-        for launch, arguments in launches(example.function, *example.arguments):
-            made = compile_launch(launch, arguments, example=example.name, capability=capability)
-            found.append(made)
+    with _compiling_for(capability):
+        for example in examples() if given is None else given:
+            found += [
+                compile_launch(launch, shapes, example=example.name, capability=capability)
+                for launch, shapes in launches(example.function, *example.arguments)
+            ]
     return found
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 from rljax_kernels import triton_tools
+from rljax_kernels.attention import blocked
 from rljax_kernels.attention.tokens import Tokens, whole_rows
 
 FORWARD = triton_tools.Kernel("rljax_kernels.attention.triton_kernels", "forward")
@@ -33,7 +35,9 @@ KEYS_GRADIENT = triton_tools.Kernel(
 DTYPES = ("bfloat16", "float16", "float32")
 WIDEST = 256
 FAR = 1 << 30
-LOG2_E = math.log2(math.e)
+
+Rule = tuple[float, int | None]
+"""What is static in a call: the scale of the scores, and the window."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,19 +57,59 @@ class Blocks:
     stages: int
 
 
-def blocks(kernel: triton_tools.Kernel, dtype: Any, width: int) -> Blocks:
-    """Sizes that keep a Hopper GPU's registers and shared memory just filled.
+_HALF = {
+    FORWARD: {
+        64: (128, 64, 4, 3),
+        128: (128, 64, 8, 3),
+        192: (128, 64, 8, 2),
+        256: (128, 32, 8, 2),
+    },
+    QUERIES_GRADIENT: {
+        64: (128, 64, 8, 2),
+        128: (128, 64, 8, 2),
+        192: (128, 32, 8, 2),
+        256: (64, 32, 4, 2),
+    },
+    KEYS_GRADIENT: {
+        64: (64, 128, 8, 2),
+        128: (64, 128, 8, 2),
+        192: (32, 128, 8, 2),
+        256: (32, 64, 8, 2),
+    },
+}
+"""For 16-bit numbers on GPUs with 160 KiB of shared memory and more (A100, H100, B200), by the
+largest width that they are for; found by compiling for compute capability 9.0 with next to no
+spills. They have not been tuned on a GPU."""
+
+_HALF_SMALL = {
+    FORWARD: {128: (64, 64, 4, 2), 256: (64, 32, 4, 1)},
+    QUERIES_GRADIENT: {128: (64, 32, 4, 2), 256: (32, 32, 4, 1)},
+    KEYS_GRADIENT: {128: (32, 64, 4, 2), 256: (32, 32, 4, 1)},
+}
+"""For 16-bit numbers on the others (99 KiB)."""
+
+_FULL = {
+    FORWARD: {128: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
+    QUERIES_GRADIENT: {64: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
+    KEYS_GRADIENT: {128: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
+}
+"""For float32, which is multiplied without tensor cores, so that no bit is lost."""
+
+
+def blocks(kernel: triton_tools.Kernel, dtype: Any, width: int, capability: int) -> Blocks:
+    """How to cut a kernel so that a GPU's registers and shared memory hold it.
 
     Args:
       kernel: Which of the three.
-      dtype: Of queries, keys and values; float32 is multiplied without tensor cores.
+      dtype: Of queries, keys and values.
       width: The larger of the keys' and the values' widths.
+      capability: The GPU's compute capability, ten times.
     """
     if jnp.dtype(dtype) == jnp.float32:
-        return Blocks(32, 32, 4, 1)
-    if kernel is FORWARD:
-        return Blocks(128, 64, 8 if width > 64 else 4, 3 if width <= 128 else 2)
-    return Blocks(64, 64, 4 if width <= 64 else 8, 2)
+        sizes = _FULL
+    else:
+        sizes = _HALF if capability in (80, 90, 100, 103) else _HALF_SMALL
+    return next(Blocks(*cut) for widest, cut in sizes[kernel].items() if width <= widest)
 
 
 def refuses(asked: Any) -> str | None:
@@ -89,135 +133,146 @@ def run(
     sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "B T H dv"]:
     """As `rljax_kernels.attention.attention`; padding gets zeros."""
-    if scale < 0:  # the kernels multiply maxima by it
-        q, scale = -q, -scale
-    return _attention(scale, window, q, k, v, queries, keys, sinks)
+    return _attend((scale, window), q, k, v, queries, keys, sinks)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(scale, window, q, k, v, queries, keys, sinks):
-    return forward(q, k, v, queries, keys, scale=scale, window=window, sinks=sinks)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    how: Rule, q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens, sinks: Array | None
+) -> Array:
+    return _attend_forward(how, q, k, v, queries, keys, sinks)[0]
 
 
-def _attention_forward(scale, window, q, k, v, queries, keys, sinks):
-    out, lse = forward(q, k, v, queries, keys, scale=scale, window=window, sinks=sinks)
-    out = checkpoint_name(out, "attention_out")
-    lse = checkpoint_name(lse, "attention_lse")
+def _attend_forward(
+    how: Rule, q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens, sinks: Array | None
+) -> tuple[Array, tuple]:
+    out, lse = _forward(how, q, k, v, queries, keys, sinks, q.dtype)
+    out, lse = checkpoint_name(out, blocked.OUT), checkpoint_name(lse, blocked.LSE)
     return out, (q, k, v, queries, keys, sinks, out, lse)
 
 
-def _attention_backward(scale, window, kept, d_out):
-    q, k, v, queries, keys, sinks, out, lse = kept
-    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-    dq, dk, dv = backward(q, k, v, d_out, lse, delta, queries, keys, scale=scale, window=window)
-    d_sinks = None
-    if sinks is not None:
-        shares = jnp.exp(sinks.astype(jnp.float32)[:, None] - lse)
-        d_sinks = -jnp.sum(shares * delta, axis=(0, 2)).astype(sinks.dtype)
-    return dq, dk, dv, None, None, d_sinks
+def _attend_backward(how: Rule, saved: tuple, g: Array) -> tuple:
+    q, k, v, queries, keys, sinks, out, lse = saved
+    delta = blocked.inner(g, out)
+    dtypes = (q.dtype, k.dtype, v.dtype)
+    grads = _backward(how, q, k, v, queries, keys, g, lse, delta.swapaxes(1, 2), dtypes)
+    return *grads, None, None, blocked.sinks_gradient(sinks, lse.swapaxes(1, 2), delta)
 
 
-_attention.defvjp(_attention_forward, _attention_backward)
+_attend.defvjp(_attend_forward, _attend_backward)
 
 
 def forward(
+    how: blocked.How,
     q: Float[Array, "B T H d"],
     k: Float[Array, "B S K d"],
     v: Float[Array, "B S K dv"],
     queries: Tokens,
     keys: Tokens,
-    *,
-    scale: float,
-    window: int | None = None,
-    sinks: Float[Array, " H"] | None = None,
-) -> tuple[Float[Array, "B T H dv"], Float[Array, "B H T"]]:
-    """The output and the logarithm of the softmax's denominator, sink included, float32.
-
-    A query that sees none of these keys gets zeros and -1e30 (or its sink's logit), so that parts
-    of a row's keys can be put together. It has no derivatives: see `backward`.
-    """
-    cut = blocks(FORWARD, q.dtype, max(q.shape[3], v.shape[3]))
-    given = jnp.zeros(q.shape[2]) if sinks is None else sinks
-    constants = {**_constants(q, k, v, queries, scale, window, cut), "SINKS": sinks is not None}
-    b, t, h, _ = q.shape
-    launch = triton_tools.Launch(
-        FORWARD,
-        (-(-t // cut.queries), h, b),
-        (
-            jax.ShapeDtypeStruct((b, t, h, v.shape[3]), q.dtype),
-            jax.ShapeDtypeStruct((b, h, t), jnp.float32),
-        ),
-        constants,
-        warps=cut.warps,
-        stages=cut.stages,
-    )
-    sides = _sides(queries, keys, cut)
-    out, lse = triton_tools.call(launch, q, k, v, *sides, given.astype(jnp.float32), t, k.shape[1])
-    return out, lse
+) -> tuple[Float[Array, "B T H dv"], Float[Array, "B T H"]]:
+    """As `blocked.forward`: output and logsumexp in float32, without derivatives, for rings."""
+    rule = (how.scale, how.window)
+    out, lse = _forward(rule, q, k, v, queries, keys, None, jnp.dtype(jnp.float32))
+    return out, lse.swapaxes(1, 2)
 
 
 def backward(
+    how: blocked.How,
     q: Float[Array, "B T H d"],
     k: Float[Array, "B S K d"],
     v: Float[Array, "B S K dv"],
-    d_out: Float[Array, "B T H dv"],
-    lse: Float[Array, "B H T"],
-    delta: Float[Array, "B H T"],
     queries: Tokens,
     keys: Tokens,
-    *,
-    scale: float,
-    window: int | None = None,
+    g: Float[Array, "B T H dv"],
+    lse: Float[Array, "B T H"],
+    delta: Float[Array, "B T H"],
 ) -> tuple[Float[Array, "B T H d"], Float[Array, "B S K d"], Float[Array, "B S K dv"]]:
-    """The gradients of queries, keys and values.
+    """As `blocked.backward`: the gradients of queries, keys and values in float32, for rings."""
+    lse, delta = lse.swapaxes(1, 2), delta.swapaxes(1, 2)
+    dtypes = (jnp.dtype(jnp.float32),) * 3
+    return _backward((how.scale, how.window), q, k, v, queries, keys, g, lse, delta, dtypes)
 
-    Args:
-      q: As in `forward`, as are all that are not named here.
-      k: Keys.
-      v: Values.
-      d_out: The output's gradient.
-      lse: The logarithm of the whole softmax's denominator, these keys being all or part of it.
-      delta: The sum over the value's width of the whole output times its gradient, float32.
-      queries: Where the queries stand.
-      keys: Where the keys stand.
-      scale: Multiplies the scores.
-      window: How many positions back a query sees.
-    """
-    width = max(q.shape[3], v.shape[3])
-    (b, t, h, _), (s, kv) = q.shape, k.shape[1:3]
-    d_out = d_out.astype(v.dtype)
-    found = []
-    for kernel, outputs in ((QUERIES_GRADIENT, (q,)), (KEYS_GRADIENT, (k, v))):
-        cut = blocks(kernel, q.dtype, width)
-        grid = (-(-t // cut.queries), h, b)
+
+def _forward(
+    how: Rule,
+    q: Array,
+    k: Array,
+    v: Array,
+    queries: Tokens,
+    keys: Tokens,
+    sinks: Array | None,
+    dtype: jnp.dtype,
+) -> tuple[Array, Array]:
+    """The output [B, T, H, dv] in a dtype, and the logsumexp [B, H, T], that of sinks included."""
+    cut = blocks(FORWARD, q.dtype, max(q.shape[3], v.shape[3]), triton_tools.capability())
+    (rows, length, heads, _), span = q.shape, k.shape[1]
+    launch = triton_tools.Launch(
+        FORWARD,
+        (-(-length // cut.queries), heads, rows),
+        (
+            jax.ShapeDtypeStruct((rows, length, heads, v.shape[3]), dtype),
+            jax.ShapeDtypeStruct((rows, heads, length), jnp.float32),
+        ),
+        {**_constants(how, q, k, v, queries, cut), "SINKS": sinks is not None},
+        warps=cut.warps,
+        stages=cut.stages,
+    )
+    given = jnp.zeros(heads) if sinks is None else sinks
+    sides = _sides(queries, keys, cut)
+    out, lse = triton_tools.call(launch, q, k, v, *sides, given.astype(jnp.float32), length, span)
+    return out, lse
+
+
+def _backward(
+    how: Rule,
+    q: Array,
+    k: Array,
+    v: Array,
+    queries: Tokens,
+    keys: Tokens,
+    g: Array,
+    lse: Array,
+    delta: Array,
+    dtypes: Sequence[jnp.dtype],
+) -> tuple[Array, Array, Array]:
+    """The gradients of queries, keys and values in these dtypes; lse and delta are [B, H, T]."""
+    (rows, length, heads, width), (span, kv_heads) = q.shape, k.shape[1:3]
+    width = max(width, v.shape[3])
+    shapes = [jax.ShapeDtypeStruct(x.shape, t) for x, t in zip((q, k, v), dtypes, strict=True)]
+    found: list[Array] = []
+    for kernel, outputs in ((QUERIES_GRADIENT, shapes[:1]), (KEYS_GRADIENT, shapes[1:])):
+        cut = blocks(kernel, q.dtype, width, triton_tools.capability())
+        by_queries = (-(-length // cut.queries), heads, rows)
+        by_keys = (-(-span // cut.keys), kv_heads, rows)
         launch = triton_tools.Launch(
             kernel,
-            grid if kernel is QUERIES_GRADIENT else (-(-s // cut.keys), kv, b),
-            tuple(jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs),
-            _constants(q, k, v, queries, scale, window, cut),
+            by_queries if kernel is QUERIES_GRADIENT else by_keys,
+            tuple(outputs),
+            _constants(how, q, k, v, queries, cut),
             warps=cut.warps,
             stages=cut.stages,
         )
-        sides = _sides(queries, keys, cut)
-        found += triton_tools.call(launch, q, k, v, d_out, lse, delta, *sides, t, s)
+        given = (q, k, v, g.astype(v.dtype), lse, delta, *_sides(queries, keys, cut))
+        found += triton_tools.call(launch, *given, length, span)
     dq, dk, dv = found
     return dq, dk, dv
 
 
-def _constants(q, k, v, queries: Tokens, scale: float, window: int | None, cut: Blocks) -> dict:
+def _constants(how: Rule, q: Array, k: Array, v: Array, queries: Tokens, cut: Blocks) -> dict:
     """What all three kernels are compiled for."""
-    d, dv = q.shape[3], v.shape[3]
-    main = max(1 << (d.bit_length() - 1), 16)
-    rest = d - main
+    (scale, window), width = how, q.shape[3]
+    if scale < 0:
+        raise ValueError(f"attention by 'triton': scale must not be negative, got {scale}")
+    main = max(1 << (width.bit_length() - 1), 16)
     return {
         "HEADS": q.shape[2],
         "KV_HEADS": k.shape[2],
-        "D": d,
-        "DV": dv,
+        "D": width,
+        "DV": v.shape[3],
         "MAIN": main,
-        "REST": _power_of_two(rest) if rest > 0 else 0,
-        "DV_PADDED": _power_of_two(dv),
-        "SCALE": scale * LOG2_E,
+        "REST": _power_of_two(width - main) if width > main else 0,
+        "DV_PADDED": _power_of_two(v.shape[3]),
+        "SCALE": scale * math.log2(math.e),
         "WINDOW": window or 0,
         "PREFIX": queries.prefix is not None,
         "BLOCK_Q": cut.queries,
@@ -285,7 +340,10 @@ def examples() -> list[triton_tools.Example]:
         ("attention 128, window", jnp.bfloat16, 128, 128, False, 1024),
         ("attention 192/128", jnp.bfloat16, 192, 128, False, None),
         ("attention 256", jnp.bfloat16, 256, 256, False, None),
+        ("attention 64", jnp.float32, 64, 64, False, None),
         ("attention 128", jnp.float32, 128, 128, False, None),
+        ("attention 192/128", jnp.float32, 192, 128, False, None),
+        ("attention 256", jnp.float32, 256, 256, False, None),
     ):
         shape = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
         place = jax.ShapeDtypeStruct((1, 4096), jnp.int32)

@@ -114,7 +114,7 @@ def keys_gradient(
     WINDOW: tl.constexpr, PREFIX: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a block of keys and values, one of their heads; scores are [keys, queries]."""
+    """The gradients of a block of keys and values, one head; scores are [keys, queries]."""
     q_blocks, k_blocks = tl.cdiv(queries, BLOCK_Q), tl.num_programs(0)
     j = tl.program_id(0)  # those that are seen most first
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)

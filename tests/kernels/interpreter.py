@@ -16,6 +16,7 @@ import pathlib
 import pickle
 import subprocess
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -53,11 +54,15 @@ def _wild(dtype):
     return np.nan if jax.numpy.issubdtype(dtype, np.inexact) else 1 << 30
 
 
+_one_at_a_time = threading.Lock()  # devices ask from threads of their own
+
+
 def _ask(*question):
-    process = _process()
-    pickle.dump(question, process.stdin)
-    process.stdin.flush()
-    answer = pickle.load(process.stdout)
+    with _one_at_a_time:
+        process = _process()
+        pickle.dump(question, process.stdin)
+        process.stdin.flush()
+        answer = pickle.load(process.stdout)
     if isinstance(answer, str):
         raise RuntimeError(answer)
     return answer
