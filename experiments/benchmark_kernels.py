@@ -139,7 +139,7 @@ def measured_peak(dtype: str, size: int, copied: int) -> Peak:
 
     def best(call: Callable[[], Any]) -> float:
         took = []
-        for _ in range(8):
+        for _ in range(20):
             start = time.perf_counter()
             jax.block_until_ready(call())
             took.append(time.perf_counter() - start)

@@ -138,6 +138,7 @@ def attention(
 
     (h, kv, d, dv), t = heads, packing.tokens
     shared = packing.count > 0
+    packed = shared or len(packing.prompts) > 1
 
     def make() -> tuple[Any, ...]:
         q, k, v = _normal((rows, t, h, d), (rows, t, kv, d), (rows, t, kv, dv), dtype=dtype)
@@ -155,7 +156,7 @@ def attention(
     return Case(
         "attention",
         name,
-        Asked(dtype, rows, t, t, h, kv, d, dv, prefix=shared),
+        Asked(dtype, rows, t, t, h, kv, d, dv, prefix=shared, packed=packed),
         make,
         call,
         {"forward": forward, "both": _sum(forward, backward)},
@@ -283,7 +284,7 @@ def grouped_matmul(
     Sizes of groups are those of rows that choose a group at random, each with a weight of its own
     between 1/2 and 3/2.
     """
-    import rljax_kernels.grouped_matmul as module
+    from rljax_kernels.grouped_matmul import Asked
 
     def make() -> tuple[Any, ...]:
         x, weights = _normal((rows, width), (groups, width, outer), dtype=dtype)
@@ -297,7 +298,7 @@ def grouped_matmul(
     return Case(
         "grouped_matmul",
         name,
-        module.Asked(dtype, rows, groups, width, outer),
+        Asked(dtype),
         make,
         lambda run: run,
         {"forward": Work(product, moved), "both": Work(3 * product, 3 * moved)},
