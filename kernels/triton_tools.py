@@ -266,7 +266,7 @@ def compile_launch(
     if set(signature) != set(names):
         raise ValueError(f"{launch.kernel.name} takes {names}, got {list(signature)}")
     source = ASTSource(function, signature, dict(launch.constants), attributes)
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, spills = _resources(made.asm["ptx"], capability)
     first = next(jnp.dtype(v.dtype).name for v in given if not isinstance(v, int))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from rljax_kernels import triton_tools
 from rljax_kernels.attention import blocked, cudnn, reference, ring, triton
+from rljax_kernels.attention import blocked, pallas, reference, ring, splash
 from rljax_kernels.attention.reference import MASKED_SCORE
 from rljax_kernels.attention.tokens import Tokens, sees, whole_rows
 from rljax_kernels.registry import PLATFORMS, Implementation, Operation, platform_here
@@ -19,6 +20,7 @@ __all__ = [
     "MASKED_SCORE",
     "OPERATION",
     "RINGS",
+    "UNTYPED",
     "Asked",
     "Tokens",
     "asked_of",
@@ -85,6 +87,22 @@ OPERATION = Operation(
             source="Triton, kernels/attention/triton_kernels.py",
         ),
         Implementation(
+            "pallas",
+            ("tpu",),
+            pallas.run,
+            pallas.refuses,
+            defers=_defer_short,
+            source="Pallas, kernels/attention/pallas_kernels.py",
+        ),
+        Implementation(
+            "splash",
+            ("tpu",),
+            splash.run,
+            splash.refuses,
+            defers=lambda asked, platform: "pallas computes it inside shard_map's checks, too",
+            source="JAX's splash attention, jax.experimental.pallas.ops.tpu.splash_attention",
+        ),
+        Implementation(
             "blocked",
             PLATFORMS,
             blocked.run,
@@ -99,10 +117,16 @@ OPERATION = Operation(
 
 RINGS = {
     "triton": ring.Parts(triton.forward, triton.backward),
+    "pallas": ring.Parts(pallas.forward, pallas.backward),
     "blocked": ring.Parts(blocked.forward, blocked.backward),
 }
 """The implementations that compute rows split over devices (`ring`), in the order in which they are
 preferred."""
+
+
+UNTYPED = ("splash",)
+"""The implementations that do not say over which mesh axes their results differ: `jax.shard_map`
+around them needs `check_vma=False`."""
 
 
 def asked_of(

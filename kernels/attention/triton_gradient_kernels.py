@@ -137,8 +137,8 @@ def keys_gradient(
     values = load_tile(v + at * DV, left, KV_HEADS * DV, 0, DV_PADDED, DV, BLOCK_K)
     d_values = tl.zeros([BLOCK_K, DV_PADDED], tl.float32)
     t = tl.arange(0, BLOCK_Q)
-    blocks = tl.maximum(last - first, 0)
-    for n in range(0, blocks * group):
+    blocks = tl.maximum(last - first, 1)  # the compiler may divide by it where there are none
+    for n in range(0, tl.maximum(last - first, 0) * group):
         i = first + n % blocks
         q_head = head * group + n // blocks
         q_left = queries - i * BLOCK_Q

@@ -90,7 +90,10 @@ class FullAttention:
         k, v = (_enough_heads(x, q.shape[2]) for x in (k, v))
         heads = fit(q.shape, BATCH_AXES, "context", "tensor")
         rows = fit(self.tokens.segments.shape, BATCH_AXES, "context")
-        run = map_shards(local, (heads, heads, heads, rows, P(*heads[2:])), heads)
+        specs = (heads, heads, heads, rows, P(*heads[2:]))
+        # Where keys are split, too, the function has to know.
+        checked = self.backend not in kernels.UNTYPED or split("context")
+        run = map_shards(local, specs, heads, checked)
         return run(q, k, v, self.tokens, sinks), cache
 
 

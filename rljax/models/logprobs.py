@@ -28,7 +28,7 @@ class Inputs:
     Attributes:
       tokens: Token ids.
       positions: Rotary positions; None: each segment counts from 0.
-      segments: Packed sequences by number, 0 for padding; None: a row is one sequence.
+      segments: Packed sequences by number, at most T, 0 for padding; None: a row is one sequence.
       prefix: The segment that a position sees besides its own, 0 for none: a prompt that several
         responses of its row share. Their first tokens are scored given its last. None: no prefixes.
       routing: Experts to replay, -1 where unset; None: the routers' own.
@@ -218,8 +218,11 @@ def preceding(
     before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
     if prefix is None:
         return before, follows
-    place = jnp.arange(segments.shape[1])
-    ends = jnp.where(prefix[:, :, None] == segments[:, None, :], place, -1).max(-1)
+    # The last place of each segment, by its number.
+    rows, length = segments.shape
+    row, place = jnp.arange(rows)[:, None], jnp.arange(length, dtype=jnp.int32)
+    ends = jnp.full((rows, length + 1), -1).at[row, jnp.clip(segments, 0, length)].max(place)
+    ends = ends[row, jnp.clip(prefix, 0, length)]
     first = ~follows & (prefix > 0) & (ends >= 0)
     last = jnp.take_along_axis(hidden, jnp.maximum(ends, 0)[..., None], axis=1)
     return jnp.where(first[..., None], last, before), follows | first
