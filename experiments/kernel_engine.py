@@ -1,5 +1,6 @@
 """The sampling engine on a model of 7B beside its roofline, for `experiments.benchmark_kernels`."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -46,10 +47,8 @@ def run(
       **options: Of the engine.
 
     Returns:
-      Tokens a second, those of the roofline, seconds of the warm-up and its programs.
+      Tokens, tokens a second, those of the roofline, seconds of the warm-up and its programs.
     """
-    import dataclasses
-
     import jax
     import jax.numpy as jnp
 
@@ -73,19 +72,22 @@ def run(
     warm = time.perf_counter() - start
     prompts = np.random.default_rng(0).integers(16, model.vocab_size, (rows, prompt))
 
-    def seconds(limit: int) -> float:
+    def timed(limit: int) -> tuple[float, int]:
+        """Seconds, and the tokens that were made."""
         engine.forget_prefixes()
         start = time.perf_counter()
-        engine.generate(prompts, 1, SamplingParams(max_tokens=limit))
-        return time.perf_counter() - start
+        groups = engine.generate(prompts, 1, SamplingParams(max_tokens=limit))
+        made = sum(len(response.tokens) for group in groups for response in group)
+        return time.perf_counter() - start, made
 
     tell("engine: sampling")
-    prefill, whole = (min(seconds(n) for _ in range(2)) for n in (1, new_tokens))
+    (prefill, first), (whole, made) = (min(timed(n) for _ in range(2)) for n in (1, new_tokens))
     return {
         "model": name,
         "rows": rows,
-        "tokens_per_s": rows * new_tokens / whole,
-        "decode_tokens_per_s": rows * (new_tokens - 1) / (whole - prefill),
+        "tokens": made,
+        "tokens_per_s": made / whole,
+        "decode_tokens_per_s": (made - first) / (whole - prefill),
         "limit": limit(model, rows, prompt + new_tokens // 2, peak),
         "warm_up_s": warm,
         "programs": programs,

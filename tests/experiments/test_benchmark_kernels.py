@@ -153,3 +153,11 @@ def test_the_script(capsys, monkeypatch):
     assert {line["operation"] for line in lines} == set(OPERATIONS)
     assert not [line for line in lines if "failed" in line]
     assert all(line["difference"] < 1e-5 for line in lines)
+
+
+def test_the_engine_is_timed_to_its_last_token():
+    small = {"kernels": "off"}
+    peak = Peak("by hand", 1e12, 1e11)
+    found = kernel_engine.run(peak, lambda line: None, "tiny-moe", (4, 8, 24), **small)
+    assert found["tokens"] == 4 * 24 and 0 < found["tokens_per_s"] < found["limit"]
+    assert f"{found['programs']} programs" in kernel_engine.spelt(found)
