@@ -10,8 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 from rljax_kernels import triton_tools
-from rljax_kernels.attention import blocked, cudnn, reference, ring, triton
-from rljax_kernels.attention import blocked, pallas, reference, ring, splash
+from rljax_kernels.attention import blocked, cudnn, pallas, reference, ring, splash, triton
 from rljax_kernels.attention.reference import MASKED_SCORE
 from rljax_kernels.attention.tokens import Tokens, sees, whole_rows
 from rljax_kernels.registry import PLATFORMS, Implementation, Operation, platform_here

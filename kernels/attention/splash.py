@@ -69,8 +69,8 @@ def run(
     """
     if jax.typeof(q).manual_axis_type.varying:
         raise ValueError(
-            "attention by 'splash' does not say over which mesh axes its results differ; where rows "
-            "are split over context or layers over a pipeline use 'pallas'"
+            "attention by 'splash' does not say over which mesh axes its results differ; where "
+            "rows are split over context or layers over a pipeline use 'pallas'"
         )
     t = q.shape[1]
     block = block_sizes(t, t, _MOST)[0]

@@ -260,7 +260,7 @@ def _page(ref: Any, head: int, dtype: Any) -> Array:
 
 
 def _values(call: _Call, x: Array, at: Any, low: Any, high: Any) -> tuple[Array, int]:
-    """Values of a page whose first place is `at`, 0 where nobody sees them, and their token axis.
+    """Values of a page whose first place is `at`, 0 where no query sees them, and their token axis.
 
     Pages may hold anything there, and 0 · NaN is NaN.
     """
