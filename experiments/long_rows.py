@@ -11,6 +11,7 @@ layer too, and with the logits of `chunk` tokens at a time, recomputed as well.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import sys
 import time
@@ -49,8 +50,13 @@ def row_of(config: Config, length: int, vocab_size: int) -> np.ndarray:
 
 
 def peak_memory(reset: bool = False) -> float:
-    """The most GB that this process had resident, since the last reset where Linux allows it."""
+    """The most GB that this process had resident, since the last reset where Linux allows it.
+
+    A reset gives memory that is free back to the system, such as that of a compilation.
+    """
     if reset:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
     try:
