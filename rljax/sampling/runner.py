@@ -215,7 +215,6 @@ class Runner:
     def lower_prefill(self, prompt_length: int) -> jax.stages.Lowered:
         """The program of the largest prefill call, lowered from shapes alone."""
         shapes = self.prefill_shapes.every(prompt_length, self.sizes.slots)
-        largest = max(shapes, key=lambda s: (s[0] * s[1], s[2]))
-        call = self.prefill_shapes.blank(*largest)
+        call = self.prefill_shapes.blank(*max(shapes, key=lambda s: (s[0] * s[1], s[1])))
         wanted = self.weights.wanted(self.programs.config)
         return self.programs.lower(self.programs.prefill, wanted, *call.arrays())

@@ -184,11 +184,13 @@ class _Update:
             more, backward, (new, others) = jax.vjp(
                 lambda trained: loss(trained, micro), state.trained, has_aux=True
             )
-            backward.with_refs(totals)(jnp.ones_like(more))
+            backward.with_refs(totals)(jnp.ones_like(more))  # type: ignore[attr-defined]
             merged = jax.tree.map(lambda a, b: jnp.where(first, a, b), new, L.merge(stats, new))
             return jnp.bool_(False), value + more, merged, jax.tree.map(jnp.add, sums, others)
 
-        micro = jax.eval_shape(lambda rows: rows.take(jnp.arange(rows.tokens.shape[0] // cut.parts)), rows)
+        micro = jax.eval_shape(
+            lambda rows: rows.take(jnp.arange(rows.tokens.shape[0] // cut.parts)), rows
+        )
         _, aux = jax.eval_shape(loss, state.trained, micro)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), aux)
         start = (jnp.bool_(True), jnp.float32(0), *zeros)
