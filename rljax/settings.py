@@ -142,8 +142,8 @@ class SamplerSettings:
 
     slots: int = 64
     """Sequences decoded at once."""
-    page_size: int = 16
-    """Tokens of a page of the KV cache."""
+    page_size: int = 0
+    """Tokens of a page of the KV cache; 0: 128 on TPU, where kernels need it, 16 elsewhere."""
     num_pages: int = 0
     """Pages of the KV cache; 0: enough for all slots at full length."""
     decode_chunk: int = 16
@@ -151,9 +151,13 @@ class SamplerSettings:
     max_support: int = 64
     """With top_p, top_k or min_p: the most tokens that are kept to draw from. The trainer scores
     each token among the same tokens."""
-    rollout_kernels: Literal["auto", "native", "off"] = "auto"
-    """Whether decoding uses C++ kernels, compiled at first use: on one CPU in float32 up to twice
-    as fast. auto: where that is possible."""
+    rollout_kernels: Literal[
+        "auto", "off", "native", "triton", "pallas", "blocked", "reference"
+    ] = "auto"
+    """What decoding is computed by. native: C++ kernels, compiled at first use: on one CPU in
+    float32 up to twice as fast. triton, pallas: kernels for GPU and TPU that read the KV cache in
+    place. blocked, reference: the same in plain JAX. off: XLA alone. auto: the fastest that is
+    possible."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """Packed rows, prompts shared or not, give the scores, loss and gradient of padded rows."""
 
+import dataclasses
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -43,15 +45,15 @@ def test_every_response_stands_in_one_row_with_room_for_it(groups, row_length, s
             assert len({m // 3 for m in fragment}) == 1 and (shared or len(fragment) == 1)
             used += prompts[fragment[0]] + sum(lengths.totals[m] - prompts[m] for m in fragment)
         assert used <= row_length
-    # Every token comes back to its place, whatever the layout.
     layout = lay_out(bins, lengths, (len(bins.rows) + 1, row_length), bins.most)
-    marks = jnp.arange(len(prompts) * 21).reshape(-1, 21)
-    if shared:  # the prompts of a group are one
-        own = np.arange(21) >= lengths.prompts[:, None]
-        marks = jnp.where(own, marks, jnp.repeat(marks[::3], 3, axis=0))
-    back = layout.back(layout.places().take(marks, -1), 21, -1)
-    inside = np.arange(21) < lengths.totals[:, None]
-    np.testing.assert_array_equal(back, np.where(inside, marks, -1))
+    taken = np.zeros((len(bins.rows) + 1) * row_length, int)
+    for start, size in zip(layout.spans.start, layout.spans.size, strict=True):
+        taken[start : start + size] += 1
+    assert taken.max(initial=0) <= 1  # no two tokens in one place
+    np.testing.assert_array_equal(
+        np.bincount(layout.spans.source // 3, layout.spans.size * layout.spans.copies),
+        lengths.totals.reshape(-1, 3).sum(1),
+    )
 
 
 def test_groups_stay_together_where_they_fit():
@@ -97,70 +99,87 @@ def make_batch(config):
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[0, 4])
-def case(request):
-    config = models.decoder(
+def make_config(experts):
+    return models.decoder(
         vocab_size=16, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=24,
-        num_experts=request.param,
+        num_experts=experts,
     )  # fmt: skip
-    return config, models.init(jax.random.key(0), config), make_batch(config)
 
 
-def score(config, params, rows):
-    """Log-probabilities and entropies, as the trainer computes them."""
-    return models.score_tokens(
-        params,
-        config,
-        models.Inputs(rows.tokens, rows.positions, rows.segments, rows.prefix, rows.routing),
-        score_mask=rows.mask,
-    )[:2]
+OBJECTIVE = dataclasses.replace(
+    L.gspo(clip_low=0.1, clip_high=0.2), regularisers=(L.entropy_bonus(0.1),)
+)
 
 
-# Tokens of a row, and whether prompts are shared: a group a row, divided groups, responses alone.
-PACKED = [(24, True), (14, True), (20, False)]
+@functools.partial(jax.jit, static_argnums=0)
+def evaluate(experts, params, rows):
+    """Loss, metrics, scores and router sums, and the gradient."""
+
+    def loss(params):
+        inputs = models.Inputs(
+            rows.tokens, rows.positions, rows.segments, rows.prefix, rows.routing,
+            copies=rows.copies,
+        )  # fmt: skip
+        logp, entropy, router = models.score_tokens(
+            params, make_config(experts), inputs, score_mask=rows.mask
+        )
+        value, stats = OBJECTIVE.loss(L.PolicyOutputs(logp, entropy=entropy), rows)
+        sums = None if router is None else (router.load, router.entropy, router.tokens)
+        return value, (stats, logp, entropy, sums)
+
+    return jax.value_and_grad(loss, has_aux=True)(params)
 
 
-@pytest.mark.parametrize("row_length,shared", PACKED)
-def test_log_probabilities_and_entropy_are_equal(case, row_length, shared):
-    config, params, batch = case
-    rows, _ = L.grpo(beta=0.0).prepare(batch)
+@functools.cache
+def padded(experts):
+    config = make_config(experts)
+    params = models.init(jax.random.key(0), config)
+    rows, _ = jax.jit(OBJECTIVE.prepare)(make_batch(config))
+    return params, rows, evaluate(experts, params, rows)
+
+
+# Experts, tokens of a row, and whether prompts are shared: divided groups, a group a row, responses
+# alone.
+@pytest.mark.parametrize(
+    "experts,row_length,shared", [(0, 14, True), (4, 24, True), (0, 20, False), (4, 20, False)]
+)
+def test_scores_loss_gradient_and_metrics_are_equal(experts, row_length, shared):
+    params, rows, ((value, (stats, *scores, sums)), gradient) = padded(experts)
     lengths = lengths_of(np.repeat(PROMPTS, G), LENGTHS, G if shared else 1)
-    layout = lay_out(fill(lengths, row_length), lengths, (6, row_length), 8)
-    packed = rows.lay_out(layout)
-    for one, other in zip(score(config, params, rows), score(config, params, packed), strict=True):
-        back = np.where(batch.mask, layout.back(other, T), 0)
-        np.testing.assert_allclose(back, one, atol=1e-5)
-
-
-@pytest.mark.parametrize("row_length,shared", PACKED)
-def test_loss_gradient_and_metrics_are_equal(case, row_length, shared):
-    config, params, batch = case
-    objective = L.gspo(clip_low=0.1, clip_high=0.2)
-    rows, _ = objective.prepare(batch)
-
-    @jax.jit
-    def evaluate(params, rows):
-        def loss(params):
-            return objective.loss(score(config, params, rows)[0], rows)
-
-        return jax.value_and_grad(loss, has_aux=True)(params)
-
-    (value, stats), gradient = evaluate(params, rows)
-    packed = rows.pack(row_length, 4, 8, group_size=G if shared else 1)
+    layout = lay_out(fill(lengths, row_length), lengths, (4, row_length), 8)
+    packed = jax.jit(type(rows).lay_out)(rows, layout)
+    by_hand = rows.pack(row_length, 4, 8, group_size=G if shared else 1)
+    jax.tree.map(np.testing.assert_array_equal, packed, by_hand)
     assert (packed.prefix is not None) == shared and packed.tokens.shape == (4, row_length)
-    (packed_value, packed_stats), packed_gradient = evaluate(params, packed)
-    np.testing.assert_allclose(packed_value, value, atol=1e-6)
+    (found, (others, *results, counts)), other = evaluate(experts, params, packed)
+    np.testing.assert_allclose(found, value, atol=1e-6)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-        packed_gradient, gradient,
-    )  # fmt: skip
-    one, other = L.finish(stats), L.finish(packed_stats)
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        np.testing.assert_allclose(other[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), other, gradient
+    )
+    for expected, result in zip(scores, results, strict=True):
+        back = layout.back(result, T)
+        np.testing.assert_allclose(np.where(rows.mask, back, 0), expected, atol=1e-5)
+    # A shared prompt counts as often as responses share it.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), counts, sums)
+    one, another = L.finish(stats), L.finish(others)
+    assert one.keys() == another.keys()
+    for name, number in one.items():
+        np.testing.assert_allclose(another[name], number, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-def test_groups_that_do_not_divide_the_rows_are_refused(case):
-    rows, _ = L.grpo(beta=0.0).prepare(case[2])
+def test_every_token_comes_back_to_its_place():
+    lengths = lengths_of(np.repeat(PROMPTS, G), LENGTHS, G)
+    marks = np.arange(2 * G * T).reshape(2 * G, T)
+    own = np.arange(T) >= lengths.prompts[:, None]
+    marks = np.where(own, marks, np.repeat(marks[::G], G, axis=0))  # the prompts of a group are one
+    inside = np.arange(T) < lengths.totals[:, None]
+    for row_length in (24, 14):
+        layout = lay_out(fill(lengths, row_length), lengths, (4, row_length), 8)
+        back = layout.back(layout.places().take(marks, -1), T, -1)
+        np.testing.assert_array_equal(back, np.where(inside, marks, -1))
+
+
+def test_groups_that_do_not_divide_the_rows_are_refused():
+    _, rows, _ = padded(0)
     with pytest.raises(InputError, match="group_size=4 does not divide 6 rows"):
         rows.pack(24, group_size=4)

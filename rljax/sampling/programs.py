@@ -46,6 +46,7 @@ class Programs:
         self.config = path.config
         self.decode_config = unstack_config(path.config) if path.unstacked else path.config
         self._mesh, self._rules, self._sizes, self._options = mesh, rules, sizes, options
+        self._opaque = path.opaque
         self._device: Sharding | None = None
 
     def place_like(self, params: models.Params) -> None:
@@ -157,7 +158,7 @@ class Programs:
                 out_specs,
                 is_leaf=lambda spec: isinstance(spec, P),
             )
-        if self._mesh is not None and self._sizes.shards > 1:
+        if self._mesh is not None and (self._sizes.shards > 1 or self._opaque):
             function = jax.shard_map(
                 function,
                 mesh=self._mesh,

@@ -118,7 +118,7 @@ class Learner:
         metrics: dict[str, Any] = {}
         packed = self.planner.pack(shapes) if self._scores(state) else None
         layout = None if packed is None else packed.layout
-        with self.first_uses.of("scoring", packed or shapes):
+        with self.first_uses.of("scoring", packed or shapes, (packed or shapes).padding):
             if self.needs_scores:
                 found = self.programs.score(self.policy.weights(state.train), batch, layout)
                 batch = batch.replace(old_logp=found.logp, old_entropy=found.entropy)
@@ -171,11 +171,11 @@ class Learner:
         for index in self._mini_batches(state.step, rows.tokens.shape[0]):
             packed = self.planner.pack(shapes, index)
             layout = None if packed is None else packed.layout
-            with self.first_uses.of("the update", packed or shapes):
+            padding = shapes.padding if packed is None else packed.padding
+            with self.first_uses.of("the update", packed or shapes, padding):
                 part = self.programs.minibatch(rows, index, layout)
                 cut = None if layout is None else layout.cut
                 train, metrics, router = self.programs.update(train, part, cut)
-            padding = shapes.padding if packed is None else packed.padding
             share = L.Mean(jnp.float32(padding), jnp.float32(1))
             parts.append({**metrics, "perf/padding_frac": share})
         counts = (train.step, train.skipped, train.skipped_in_row)

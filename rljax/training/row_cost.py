@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from rljax_kernels.attention import Asked
 
+from rljax.models.attention import choose_backend
 from rljax.packing import Fragment, Lengths
 
 if TYPE_CHECKING:
@@ -22,8 +25,14 @@ MICRO_BATCH_TOKENS = 128.0
 """Tokens whose time a micro-batch costs besides its own: weights are read and gradients added."""
 
 
-def _whole_rows(length: int) -> bool:
-    return False
+Reach = Literal["seen", "causal", "all"]
+"""Which pairs of a query and a key of a row are computed: those of blocks that a query sees any of,
+those of keys before the query, or all."""
+_REACH: dict[str, Reach] = {"blocked": "seen", "triton": "seen", "reference": "all"}
+
+
+def _all(rows: int, length: int) -> Reach:
+    return "all"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +43,14 @@ class RowCost:
       token: Operations for a token, but for attention's scores and logits.
       logits: For the logits of a token.
       score: For a query and a key, in all layers.
-      skips: Whether attention passes over the keys that no query of a block sees, given the length
-        of rows; else it computes the whole square. None: it does not.
+      reach: Which pairs are computed, for so many rows of a length on a device.
       block: Tokens of such a block.
     """
 
     token: float = 1.0
     logits: float = 0.0
     score: float = 0.0
-    skips: Callable[[int], bool] = _whole_rows
+    reach: Callable[[int, int], Reach] = _all
     block: int = 128
 
     def of(self, live: int, tokens: float, scored: float, scores: float) -> float:
@@ -58,7 +66,9 @@ class RowCost:
         tokens += MICRO_BATCH_TOKENS * live
         return self.token * tokens + self.logits * scored + attention
 
-    def scores(self, row: Sequence[Fragment], lengths: Lengths, shared: bool, length: int) -> float:
+    def scores(
+        self, row: Sequence[Fragment], lengths: Lengths, shared: bool, shape: tuple[int, int]
+    ) -> float:
         """Pairs of a query and a key that are computed for a row.
 
         A response of R tokens behind a prompt of P that it shares: R·P + R²/2, and the prompt
@@ -68,10 +78,11 @@ class RowCost:
           row: The fragments that it holds.
           lengths: Of the responses.
           shared: Whether a fragment's prompt stands apart.
-          length: Tokens of the row.
+          shape: Rows that a device computes at once, and their tokens.
         """
-        if not self.skips(length):
-            return float(length) ** 2
+        whole, reach = float(shape[1]) ** 2, self.reach(*shape)
+        if reach != "seen":
+            return whole if reach == "all" else whole / 2
         pairs, half = 0.0, self.block / 2
         for fragment in row:
             members = np.asarray(fragment)
@@ -82,7 +93,7 @@ class RowCost:
                 pairs += float((own * (own / 2 + half + prompt)).sum())
             else:
                 pairs += float((totals * (totals / 2.0 + half)).sum())
-        return min(pairs, float(length) ** 2)
+        return min(pairs, whole)
 
 
 def row_cost(config: ModelConfig) -> RowCost:
@@ -95,4 +106,29 @@ def row_cost(config: ModelConfig) -> RowCost:
         token=without - logits,
         logits=logits,
         score=model_flops_per_token(config, 1) - without,
+        reach=functools.partial(_reach, config),
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _reach(config: ModelConfig, rows: int, length: int) -> Reach:
+    """Which pairs the attention of a model's first layer computes on these devices."""
+    from rljax import models
+
+    a = config.layers[0].attention
+    if isinstance(a, models.LatentAttention):
+        kv_heads, dims = a.num_heads, (a.nope_dim + a.rope_dim, a.value_dim)
+    else:
+        kv_heads, dims = a.num_kv_heads, (a.head_dim, a.head_dim)
+    asked = Asked(
+        dtype=config.dtype,
+        rows=rows,
+        queries=length,
+        keys=length,
+        heads=a.num_heads,
+        kv_heads=kv_heads,
+        head_dim=dims[0],
+        value_dim=dims[1],
+        prefix=True,
+    )
+    return _REACH.get(choose_backend(config.attention_backend, asked).name, "causal")

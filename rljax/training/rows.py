@@ -15,6 +15,7 @@ from rljax.training.row_cost import RowCost
 _LENGTHS = 4  # different lengths that a row of one response is padded to
 _LEAST = 8  # tokens between two of them
 _EIGHTHS = (5, 6, 7, 8)  # of a power of two of the budget: sizes of a micro-batch
+_SMALL = 1024  # tokens of a micro-batch that no smaller one is compiled for
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,19 +46,23 @@ class PackedRows:
     Attributes:
       layout: Where each token goes.
       rows: Rows of a micro-batch on each device.
+      length: T, tokens of the rows of one response that they come from.
       padding: The share of padding among the tokens that are computed.
     """
 
     layout: Layout
     rows: int
+    length: int
     padding: float
 
     def __str__(self) -> str:
-        assert self.layout.cut is not None
-        shared = ", prompts shared" if self.layout.shared else ""
+        """The shapes that programs are compiled for."""
+        layout, cut = self.layout, self.layout.cut
+        assert cut is not None
         return (
-            f"packed rows of {self.layout.shape[1]} tokens, {self.rows} a device at a time and up "
-            f"to {self.layout.cut.parts} times{shared}"
+            f"packed rows of {layout.shape[1]} tokens, {self.rows} a device at a time, up to "
+            f"{cut.parts} times ({cut.scored} scored, {layout.max_segments} segments, from rows of "
+            f"{self.length}{', prompts shared' if layout.shared else ''})"
         )
 
 
@@ -120,7 +125,7 @@ class RowPlanner:
         ways = [dataclasses.replace(lengths, group_size=1)]
         if self.shares and self.group_size > 1:
             ways.append(lengths)
-        return self._laid(self._cheapest(ways))
+        return self._laid(self._cheapest(ways), shapes.length)
 
     def _budget(self, responses: int) -> int:
         """Tokens of a micro-batch on each device."""
@@ -138,8 +143,8 @@ class RowPlanner:
                 at_once = self.shards * rows * length
                 live = max(-(-way.tokens // at_once), 1)
                 # Few shapes: small micro-batches only where few of them hold all.
-                alone = length == self._round(way.longest)
-                if alone or rows * length > budget * min(0.74, (live - 1) / 3):
+                enough = max(min(_SMALL, budget), budget * min(0.74, (live - 1) / 3))
+                if length == self._round(way.longest) or rows * length >= enough:
                     tried.append((self._least(live, rows, length), length, rows, live, way))
         best: _Candidate | None = None
         for least, length, rows, live, way in sorted(tried, key=lambda t: t[:4]):
@@ -175,20 +180,21 @@ class RowPlanner:
     def _least(self, live: int, rows: int, length: int) -> float:
         """A bound on the cost of so many micro-batches: without logits, and attention to itself."""
         total = live * rows * self.shards
-        square = 0 if self.cost.skips(length) else total * length**2
+        square = 0 if self.cost.reach(rows, length) == "seen" else total * length**2 / 2
         return self.cost.of(live, total * length, 0, square)
 
     def _candidate(self, lengths: Lengths, bins: Bins, rows: int, length: int) -> _Candidate:
-        scored = -(-bins.scored(lengths) * 8 // length)
-        scored = min(-(-scored * length // 8), length)
+        scored = length  # in eighths of a row, where that is worth another program
+        if rows * length >= _SMALL:
+            scored = min(-(-(-(-bins.scored(lengths) * 8 // length) * length) // 8), length)
         live = max(-(-len(bins.rows) // (rows * self.shards)), 1)
-        total = live * rows * self.shards
-        scores = [self.cost.scores(row, lengths, bins.shared, length) for row in bins.rows]
-        empty = self.cost.scores((), lengths, bins.shared, length) * (total - len(scores))
+        total, shape = live * rows * self.shards, (rows, length)
+        scores = [self.cost.scores(row, lengths, bins.shared, shape) for row in bins.rows]
+        empty = self.cost.scores((), lengths, bins.shared, shape) * (total - len(scores))
         cost = self.cost.of(live, total * length, total * scored, sum(scores) + empty)
         return _Candidate(cost, length, rows, scored, live, bins, lengths, tuple(scores))
 
-    def _laid(self, best: _Candidate) -> PackedRows:
+    def _laid(self, best: _Candidate, length: int) -> PackedRows:
         """Rows in their places: those of like cost at the same time, evenly over the devices."""
         parts = 1 << (best.live - 1).bit_length()
         at_once = best.rows * self.shards
@@ -213,7 +219,7 @@ class RowPlanner:
         )
         filled = int(np.sum(layout.spans.size))
         padding = 1 - filled / (best.live * at_once * best.length)
-        return PackedRows(layout, best.rows, padding)
+        return PackedRows(layout, best.rows, length, padding)
 
     def _round(self, need: int) -> int:
         longest = self.max_prompt_length + self.max_completion_length

@@ -170,25 +170,32 @@ class _Update:
         def loss(trained: Any, micro: Rows) -> tuple[Array, tuple[dict[str, Any], Any]]:
             return self._loss(trained, state, micro, cut.scored, load)
 
-        gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))
         if cut.parts == 1:
+            gradient = jax.value_and_grad(loss, has_aux=True)
             (value, (stats, sums)), grads = gradient(state.trained, rows)
             return value, grads, stats, sums
 
+        loss = jax.jit(loss)  # so that it is traced once
+        # The backward pass adds to these in place: a second gradient is never held.
+        totals = jax.tree.map(lambda x: jax.new_ref(jnp.zeros_like(x)), state.trained)
+
         def add(carried: Any, micro: Rows) -> Any:
-            first, value, grads, stats, sums = carried
-            (more, (new, others)), gradients = gradient(state.trained, micro)
+            first, value, stats, sums = carried
+            more, backward, (new, others) = jax.vjp(
+                lambda trained: loss(trained, micro), state.trained, has_aux=True
+            )
+            backward.with_refs(totals)(jnp.ones_like(more))  # type: ignore[attr-defined]
             merged = jax.tree.map(lambda a, b: jnp.where(first, a, b), new, L.merge(stats, new))
-            grads, sums = jax.tree.map(jnp.add, (grads, sums), (gradients, others))
-            return jnp.bool_(False), value + more, grads, merged, sums
+            return jnp.bool_(False), value + more, merged, jax.tree.map(jnp.add, sums, others)
 
         micro = jax.eval_shape(
             lambda rows: rows.take(jnp.arange(rows.tokens.shape[0] // cut.parts)), rows
         )
-        (_, aux), _ = jax.eval_shape(gradient, state.trained, micro)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (state.trained, *aux))
+        _, aux = jax.eval_shape(loss, state.trained, micro)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), aux)
         start = (jnp.bool_(True), jnp.float32(0), *zeros)
-        return fold(add, start, rows, cut.parts, cut.live)[1:]
+        _, value, stats, sums = fold(add, start, rows, cut.parts, cut.live)
+        return value, jax.tree.map(lambda total: total[...], totals), stats, sums
 
     def _loss(
         self, trained: Any, state: TrainState, rows: Rows, scored: int, load: Array | None

@@ -13,6 +13,8 @@ from rljax_kernels import attention as attn
 from rljax_kernels.attention import OPERATION, blocked, blocks, ring
 from rljax_kernels.attention.blocks import Blocks
 
+from tests.kernels import interpreter
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -91,11 +93,15 @@ RUNS = {
     if "cpu" in i.platforms and i.name != OPERATION.reference
 }
 RUNS["ring"] = by_ring
+if interpreter.available():
+    RUNS["triton"] = OPERATION.named("triton").run
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     monkeypatch.setattr(blocks, "block_sizes", lambda queries, keys, heads: SMALL)
+    with interpreter.interpreting():
+        yield
 
 
 def both(run, case, given):

@@ -21,8 +21,8 @@ from rljax.training.rows import RowPlanner, RowShapes
 from tests.training import tiny
 
 SPEED_S = row_cost(models.PRESETS["speed-s"]())
-BLOCKS = dataclasses.replace(SPEED_S, skips=lambda length: True)
-SQUARES = dataclasses.replace(BLOCKS, skips=lambda length: False)
+BLOCKS = dataclasses.replace(SPEED_S, reach=lambda rows, length: "seen")
+SQUARES = dataclasses.replace(SPEED_S, reach=lambda rows, length: "all")
 
 
 def shapes_of(prompts, own, group_size):
@@ -140,11 +140,13 @@ def test_the_cost_of_a_model_is_in_its_operations():
     weights = models.count_active(config)
     np.testing.assert_allclose(cost.token + cost.logits, 2 * weights, rtol=0.01)
     # A shared prompt of 64 and two responses of 128, in blocks of one token: P²/2 + 2 (RP + R²/2).
-    one = dataclasses.replace(cost, skips=lambda length: True, block=0)
+    one = dataclasses.replace(BLOCKS, block=0)
     lengths = Lengths(np.array([64, 64]), np.array([192, 192]), 2)
-    assert one.scores(((0, 1),), lengths, True, 400) == 64**2 / 2 + 2 * (128 * 64 + 128**2 / 2)
-    assert one.scores(((0,), (1,)), lengths, False, 400) == 192**2
-    assert cost.scores(((0, 1),), lengths, True, 400) == 400**2
+    assert one.scores(((0, 1),), lengths, True, (1, 400)) == 64**2 / 2 + 2 * (128 * 64 + 128**2 / 2)
+    assert one.scores(((0,), (1,)), lengths, False, (1, 400)) == 192**2
+    assert SQUARES.scores(((0, 1),), lengths, True, (1, 400)) == 400**2
+    # Few scores are computed all at once, many by blocks, as `attention_backend` says.
+    assert (cost.reach(1, 64), cost.reach(1, 4096)) == ("all", "seen")
 
 
 def run(directory, mesh, steps=1, micro=1, **parts):
