@@ -106,7 +106,11 @@ def bytes_of_layer(
     forward = itemsize * (queries + keys) + saved(mesh, config, c, work)
     # Gradients, which add up in float32 over the blocks of queries and of keys.
     backward = (4 + itemsize) * (queries + keys) + itemsize * tokens * num_heads * value_width
-    if implementation(mesh, config, c, work, platform) == "reference":
+    chosen = implementation(mesh, config, c, work, platform)
+    if chosen in ("pallas", "splash"):
+        # Its kernels want heads before tokens: all of it is laid out once more.
+        forward, backward = 2 * forward, 2 * backward
+    if chosen == "reference":
         # Scores, their softmax and the gradients of both, in float32.
         square = 4 * tokens * num_heads * work.row_length
         forward, backward = forward + 2 * square, backward + 2 * square
