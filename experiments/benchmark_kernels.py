@@ -204,7 +204,7 @@ def compiled(case: Any, program: Program, arrays: tuple[Any, ...]) -> Any:
 
 
 def one_line(error: Exception) -> str:
-    """An error's kind and the beginning of what it says."""
+    """An error's kind and the beginning of its message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
