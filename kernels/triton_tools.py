@@ -127,6 +127,8 @@ _runner: contextvars.ContextVar[Runner | None] = contextvars.ContextVar("runner"
 @functools.cache
 def missing() -> str | None:
     """Why Triton kernels cannot run here, in one line; None: they can."""
+    if capability() < 80:
+        return "they need an NVIDIA GPU of compute capability 8.0"
     for package in ("triton", "jax_triton"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed (pip install 'rljax[gpu]')"
@@ -141,7 +143,8 @@ def call(launch: Launch, *arguments: jax.Array | int) -> list[jax.Array]:
     """Runs a kernel inside jit: by jax_triton, or as `running_by` says.
 
     It knows neither `vmap` nor derivatives nor sharding: wrap it in `jax.custom_vjp`, and in
-    `shard_map` where arrays are spread over devices.
+    `shard_map` where arrays are spread over devices. There, outputs vary over the mesh axes that
+    any of the inputs varies over.
 
     Args:
       launch: What to run.
@@ -151,7 +154,19 @@ def call(launch: Launch, *arguments: jax.Array | int) -> list[jax.Array]:
       The outputs, in the launch's order.
     """
     runner = _runner.get() or _run_by_jax_triton
-    return list(runner(launch, *arguments))
+    inputs = [_varying(a) for a in arguments if not isinstance(a, int)]
+    axes = frozenset().union(*inputs)
+    return [_vary(x, axes) for x in runner(launch, *arguments)]
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def _vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """An array made to vary over mesh axes, as `shard_map` counts it."""
+    more = tuple(axes - _varying(x))
+    return jax.lax.pcast(x, more, to="varying") if more else x
 
 
 @contextlib.contextmanager
@@ -170,13 +185,14 @@ def running_by(runner: Runner) -> Iterator[None]:
 def capability() -> int:
     """Ten times the compute capability of the GPU at hand; without one 90, a Hopper GPU's.
 
-    `report` sets another one.
+    `report` sets another one. A GPU that is not NVIDIA's has 0.
     """
     if (wanted := _capability.get()) is not None:
         return wanted
     if jax.default_backend() != "gpu":
         return 90
-    return round(10 * float(jax.devices()[0].compute_capability))
+    found = re.fullmatch(r"(\d+)\.(\d)", jax.local_devices()[0].compute_capability)
+    return int(found[1]) * 10 + int(found[2]) if found else 0
 
 
 def _jax_triton() -> Any:
@@ -260,7 +276,7 @@ def compile_launch(
     if set(signature) != set(names):
         raise ValueError(f"{launch.kernel.name} takes {names}, got {list(signature)}")
     source = ASTSource(function, signature, dict(launch.constants), attributes)
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, spills = _resources(made.asm["ptx"], capability)
     first = next(jnp.dtype(v.dtype).name for v in given if not isinstance(v, int))

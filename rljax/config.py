@@ -109,6 +109,11 @@ class Config:
         for name in ("mini_batch_size", "micro_batch_size"):
             if values[name] < 0:
                 raise InputError(f"{name}={values[name]} must be 0 (all) or more responses")
+        if self.update.micro_batch_tokens < 0:
+            raise InputError(
+                f"micro_batch_tokens={self.update.micro_batch_tokens} must be 0 (as many as "
+                "micro_batch_size responses have at most) or more tokens"
+            )
 
     def _check_objective(self) -> None:
         objective = self.objective.objective

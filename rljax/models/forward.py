@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 from rljax_kernels.attention import MASKED_SCORE
 from rljax_kernels.cpu import Native
 
@@ -24,7 +24,7 @@ from rljax.models.mixture import RouterInputs, RouterOutputs, join_outputs, mixt
 from rljax.models.parameters import Params, declare
 from rljax.models.pipeline import Layers, Outputs
 
-_UNROLLED = 8  # so few layers compile and run faster one by one than as a loop
+_UNROLLED = 8  # so few layers run faster one by one than as a loop
 EMBED_AXES = ("tensor", "fsdp")
 """The mesh axes that split the embedding where it enters `shard_map`; those of the output matrix
 are in the other order."""
@@ -97,7 +97,7 @@ class _Tokens:
 
     Attributes:
       positions: int32 [B, T], rotary positions.
-      counted: bool [B, T], which tokens count in the routers' statistics.
+      counted: [B, T], whether, or how often, tokens count in the routers' statistics.
       attend: Attention over whatever keys the caller keeps.
     """
 
@@ -166,7 +166,10 @@ def _run_layers(
         (x, cache, _), stats = body((x, cache, layer), once)
         return x, cache, jax.tree.map(lambda a: a[None], stats)
     (x, cache, _), stats = jax.lax.scan(
-        body, (x, cache, jnp.int32(layer)), layers, unroll=layers.count <= _UNROLLED
+        body,
+        (x, cache, jnp.int32(layer)),
+        layers,
+        unroll=not config.remat and layers.count <= _UNROLLED,
     )
     return x, cache, stats
 
@@ -225,7 +228,7 @@ def hidden_states(
     attend: Attend,
     *,
     cache: Any = None,
-    counted: Bool[Array, "B T"] | None = None,
+    counted: Shaped[Array, "B T"] | None = None,
     routers: RouterInputs | None = None,
 ) -> tuple[Float[Array, "B T D"], Any, RouterOutputs | None]:
     """Runs all layers; attention is the caller's, so that the same code trains and decodes.
@@ -238,7 +241,7 @@ def hidden_states(
       attend: Attention over whatever keys the caller keeps.
       cache: Carried through the layers and handed to `attend` (never through a scan's outputs,
         which would copy it).
-      counted: Which tokens count in the routers' statistics; all by default.
+      counted: Whether, or how often, tokens count in the routers' statistics; once by default.
       routers: What the routers are told; nothing by default.
 
     Returns:

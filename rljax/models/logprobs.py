@@ -28,13 +28,14 @@ class Inputs:
     Attributes:
       tokens: Token ids.
       positions: Rotary positions; None: each segment counts from 0.
-      segments: Packed sequences by number, 0 for padding; None: a row is one sequence.
+      segments: Packed sequences by number, at most T, 0 for padding; None: a row is one sequence.
       prefix: The segment that a position sees besides its own, 0 for none: a prompt that several
         responses of its row share. Their first tokens are scored given its last. None: no prefixes.
       routing: Experts to replay, -1 where unset; None: the routers' own.
       support: Ids that the sampler kept when it drew each token, -1 where unset: probabilities are
         those among them. A token with none, and every token where this is None, is scored among
         the whole vocabulary.
+      copies: How often each position counts in the routers' statistics; None: once, padding not.
     """
 
     tokens: Int[Array, "B T"]
@@ -43,6 +44,7 @@ class Inputs:
     prefix: Int[Array, "B T"] | None = None
     routing: Int[Array, "B T layers k"] | None = None
     support: Int[Array, "B T S"] | None = None
+    copies: Int[Array, "B T"] | None = None
 
     def places(self) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
         """Positions and segments, with their defaults."""
@@ -197,7 +199,7 @@ def states_before(
         inputs.tokens,
         positions,
         full_attention(positions, segments, inputs.prefix, config.attention_backend),
-        counted=segments > 0,
+        counted=segments > 0 if inputs.copies is None else inputs.copies,
         routers=RouterInputs(inputs.routing, load),
     )
     return *preceding(hidden, segments, inputs.prefix), router
@@ -218,8 +220,11 @@ def preceding(
     before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
     if prefix is None:
         return before, follows
-    place = jnp.arange(segments.shape[1])
-    ends = jnp.where(prefix[:, :, None] == segments[:, None, :], place, -1).max(-1)
+    # The last place of each segment, by its number.
+    rows, length = segments.shape
+    row, place = jnp.arange(rows)[:, None], jnp.arange(length, dtype=jnp.int32)
+    ends = jnp.full((rows, length + 1), -1).at[row, jnp.clip(segments, 0, length)].max(place)
+    ends = ends[row, jnp.clip(prefix, 0, length)]
     first = ~follows & (prefix > 0) & (ends >= 0)
     last = jnp.take_along_axis(hidden, jnp.maximum(ends, 0)[..., None], axis=1)
     return jnp.where(first[..., None], last, before), follows | first

@@ -6,24 +6,20 @@ those of each row. They differ in where the keys and values lie.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
-from rljax_kernels import cpu
+from rljax_kernels.paged_attention import OPERATION, PageTables
+from rljax_kernels.paged_attention.blocked import prompt_attention
+from rljax_kernels.paged_attention.pages import from_bits, to_bits
 
+from rljax.mesh import map_shards
+from rljax.mesh.activations import split
 from rljax.models.forward import Attend
-from rljax.sampling.pool import (
-    Gathered,
-    from_bits,
-    put_tokens,
-    take_pages,
-    to_bits,
-    values_of,
-    zero_unseen,
-)
+from rljax.sampling.pool import Gathered, put_tokens, values_of
 
 _HIDDEN_SCORE = -1e30  # of a key that a query may not see; -inf would give NaN where all are hidden
 
@@ -83,79 +79,91 @@ def _allowed(place: Array, positions: Array, window: int | None) -> Array:
     return (back >= 0) if window is None else (back >= 0) & (back < window)
 
 
-def _attention(read: Callable[..., tuple[list[Part], Any]]) -> Attend:
-    """Attention by a function that takes in new keys and values, and gives the parts to read.
+def prefill_attention(
+    table: Int[Array, "R P"], positions: Int[Array, "R t"], live: Bool[Array, "R t"]
+) -> Attend:
+    """Writes new keys and values into their pages, then attends over the pages of each row.
+
+    Both go by the tokens that there are, so that a page table may be as wide as it likes. Rows may
+    be parts of one sequence that follow each other: all of them are written before any is read.
 
     Args:
-      read: (k, v, layer, cache, window) to (parts, cache).
+      table: The pages of each row, in order; entries past a row's length may be anything valid.
+      positions: Positions of the new tokens.
+      live: Which of them exist; others are neither written nor read, and their output is 0.
     """
+
+    def attend(
+        q: Array, k: Array, v: Array, layer: Array | int, pool: Any, **how: Any
+    ) -> tuple[Array, Any]:
+        num_pages, page_size = pool["k"].shape[1], pool["k"].shape[4]
+        page = jnp.take_along_axis(table, positions // page_size, axis=1, mode="clip")
+        page = jnp.where(live, page, num_pages)  # out of bounds: dropped
+        new = {"k": to_bits(k), "v": to_bits(v)}
+        pool = put_tokens(pool, layer, new, page, positions % page_size)
+        out = prompt_attention(q, pool, layer, table, positions, live, v.shape[-1], **how)
+        return out, pool
+
+    return attend
+
+
+def decode_attention(
+    tables: PageTables, positions: Int[Array, " R"], live: Bool[Array, " R"], backend: str
+) -> Attend:
+    """Attention of one new token a row over its pages, by `rljax_kernels.paged_attention`.
+
+    Heads are computed where the mesh axis `tensor` has them.
+
+    Args:
+      tables: The pages of each row.
+      positions: Positions of the new tokens.
+      live: Which of them exist; others are not written, and their output is 0.
+      backend: The name of an implementation that computes what the model asks for here.
+    """
+    run = OPERATION.named(backend).run
 
     def attend(
         q: Array,
         k: Array,
         v: Array,
         layer: Array | int,
-        cache: Any,
+        pool: Any,
         *,
         scale: float,
         window: int | None = None,
         sinks: Array | None = None,
     ) -> tuple[Array, Any]:
-        parts, cache = read(k, v, layer, cache, window)
-        return attend_parts(q, parts, scale, sinks), cache
+        def local(
+            q: Array, k: Array, v: Array, pool: Any, tables: PageTables, rows: Any, sinks: Any
+        ) -> tuple[Array, Any]:
+            positions, live, traced = rows
+            at = layer if traced is None else traced
+            return run(
+                q, k, v, pool, at, tables, positions, live, scale=scale, window=window, sinks=sinks
+            )
+
+        rows = (positions, live, None if isinstance(layer, int) else layer)
+        heads, keys = (P(None, axis) for axis in head_axes(q.shape[2], k.shape[2]))
+        laid = {name: P(None, *keys) for name in pool}
+        of_heads = None if sinks is None else P(*heads[1:])
+        specs = (heads, keys, keys, laid, P(), P(), of_heads)
+        shards = map_shards(local, specs, (heads, laid))
+        out, pool = shards(q[:, 0], k[:, 0], v[:, 0], pool, tables, rows, sinks)
+        return out[:, None], pool
 
     return attend
 
 
-def paged_attention(
-    table: Int[Array, "R P"], positions: Int[Array, "R t"], live: Bool[Array, "R t"]
-) -> Attend:
-    """Writes the new keys and values into their pages, then attends over all pages of each row.
+def head_axes(heads: int, kv_heads: int) -> tuple[str | None, str | None]:
+    """The mesh axis that splits the heads of queries, and that of keys; None: they are whole.
 
-    Args:
-      table: The pages of each row, in order; entries past a row's length may be anything valid.
-      positions: Positions of the new tokens.
-      live: Which of them exist; others are neither written nor read.
+    The heads of queries lie where their keys are, which all devices have of latent attention.
     """
-
-    def read(
-        k: Array, v: Array, layer: Array | int, pool: Any, window: int | None
-    ) -> tuple[list[Part], Any]:
-        num_pages, page_size = pool["k"].shape[1], pool["k"].shape[4]
-        page = jnp.take_along_axis(table, positions // page_size, axis=1, mode="clip")
-        page = jnp.where(live, page, num_pages)  # out of bounds: dropped
-        new = {"k": to_bits(k), "v": to_bits(v)}
-        pool = put_tokens(pool, layer, new, page, positions % page_size)
-        place = jnp.arange(table.shape[1] * page_size)
-        last = jnp.max(jnp.where(live, positions, -1), axis=1)
-        rows = zero_unseen(take_pages(pool, layer, table), place <= last[:, None])
-        allowed = _allowed(place, positions, window)
-        return [(from_bits(rows["k"]), values_of(rows, v.shape[-1]), allowed)], pool
-
-    return _attention(read)
-
-
-def native_attention(
-    table: Int[Array, "R P"], positions: Int[Array, " R"], live: Bool[Array, " R"]
-) -> Attend:
-    """`paged_attention` of one new token a row by `rljax_kernels.cpu`: float32, pages in place.
-
-    Args:
-      table: The pages of each row, in order.
-      positions: Positions of the new tokens.
-      live: Which of them exist.
-    """
-
-    def attend(
-        q: Array, k: Array, v: Array, layer: Array | int, pool: Any, **how: Any
-    ) -> tuple[Array, Any]:
-        tokens = cpu.PagedTokens(pool["k"], pool["v"], table, positions, live)
-        out, keys, values = cpu.decode_attention(
-            q[:, 0], k[:, 0], v[:, 0], tokens, int(layer), **how
-        )
-        return out[:, None], {"k": keys, "v": values}
-
-    return attend
+    if not split("tensor"):
+        return None, None
+    devices = jax.sharding.get_abstract_mesh().shape["tensor"]
+    keys = "tensor" if kv_heads % devices == 0 else None
+    return ("tensor" if keys or (kv_heads == 1 and heads % devices == 0) else None), keys
 
 
 def gathered_attention(
@@ -173,9 +181,17 @@ def gathered_attention(
       shared: Keys and values of blocks of rows; empty where nothing is shared.
     """
 
-    def read(
-        k: Array, v: Array, layer: Array | int, gathered: Any, window: int | None
-    ) -> tuple[list[Part], Any]:
+    def attend(
+        q: Array,
+        k: Array,
+        v: Array,
+        layer: Array | int,
+        gathered: Any,
+        *,
+        scale: float,
+        window: int | None = None,
+        sinks: Array | None = None,
+    ) -> tuple[Array, Any]:
         rows = jnp.arange(k.shape[0])
         size = gathered["k"][layer].shape[3]
         place = jnp.where(live[:, 0], positions[:, 0] - base, size)  # out of bounds: dropped
@@ -191,6 +207,6 @@ def gathered_attention(
             seen = _allowed(place, positions, window) & (place < base[:, None])[:, None]
             parts.append((from_bits(block["k"]), values_of(block, v.shape[-1]), seen))
         gathered = {n: [*x[:layer], own[n], *x[layer + 1 :]] for n, x in gathered.items()}
-        return parts, gathered
+        return attend_parts(q, parts, scale, sinks), gathered
 
-    return _attention(read)
+    return attend

@@ -7,18 +7,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
+from rljax_kernels.paged_attention.pages import Pool, from_bits, to_bits
 
 from rljax.errors import InputError
 from rljax.mesh import BATCH_AXES
 from rljax.models.config import LatentAttention, ModelConfig
-
-Pool = dict[str, Array]
-"""`k` [layers, pages, kv_heads, head_dim, page_size] and `v` [layers, pages, kv_heads, page_size,
-head_dim] in the compute dtype; bfloat16 as its bits in uint16, since XLA on CPU scatters bfloat16
-by converting the whole operand. Keys lie with the tokens last, which a step's scores read in order.
-
-Of latent attention there is only `k`, one head that holds the latent and then the rotary key:
-values are the leading part of keys."""
 
 Gathered = dict[str, list[Array]]
 """Keys [R, kv_heads, head_dim, S] and values [R, kv_heads, S, head_dim] of R rows, an array for
@@ -26,7 +19,11 @@ each layer; in the pool's dtype."""
 
 
 def make_pool(config: ModelConfig, num_pages: int, page_size: int) -> Pool:
-    """An empty KV pool.
+    """An empty KV pool: keys and values in the compute dtype, see `Pool`.
+
+    bfloat16 lies in it as bits, since XLA on CPU scatters bfloat16 by converting the whole operand.
+    Keys lie with the tokens last, which a step's scores read in order. Of latent attention there is
+    only `k`, one head that holds the latent and then the rotary key.
 
     Raises:
       ValueError: Layers differ in their KV heads, which one pool cannot hold.
@@ -55,16 +52,6 @@ def pool_sharding(config: ModelConfig, mesh: Mesh | AbstractMesh) -> NamedShardi
     heads = jax.eval_shape(lambda: make_pool(config, 1, 1))["k"].shape[2]
     split = "tensor" if heads % mesh.shape["tensor"] == 0 else None
     return NamedSharding(mesh, P(None, BATCH_AXES, split))
-
-
-def to_bits(x: Array) -> Array:
-    """A compute dtype as it lies in the pool."""
-    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
-
-
-def from_bits(x: Array) -> Array:
-    """The inverse of `to_bits`."""
-    return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
 
 
 def values_of(layer: dict[str, Array], dim: int) -> Array:

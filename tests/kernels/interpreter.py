@@ -11,11 +11,13 @@ import atexit
 import contextlib
 import functools
 import importlib
+import importlib.util
 import os
 import pathlib
 import pickle
 import subprocess
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -23,11 +25,25 @@ import numpy as np
 
 @contextlib.contextmanager
 def interpreting():
-    """What is traced meanwhile calls its kernels in the interpreter, through callbacks."""
+    """What is traced meanwhile calls its kernels in the interpreter, through callbacks.
+
+    Backward passes are traced where gradients are taken, so that has to be inside, too. On a GPU
+    (JAX_PLATFORMS=cuda pytest tests/kernels) the kernels themselves run, and references multiply
+    in float32.
+    """
     from rljax_kernels import triton_tools
 
+    if jax.default_backend() == "gpu":
+        with jax.default_matmul_precision("highest"):
+            yield
+        return
     with triton_tools.running_by(_run):
         yield
+
+
+def available():
+    """Whether the interpreter and what it needs are installed."""
+    return all(importlib.util.find_spec(package) for package in ("triton", "torch"))
 
 
 def _run(launch, *arguments):
@@ -53,11 +69,15 @@ def _wild(dtype):
     return np.nan if jax.numpy.issubdtype(dtype, np.inexact) else 1 << 30
 
 
+_one_at_a_time = threading.Lock()  # devices ask from threads of their own
+
+
 def _ask(*question):
-    process = _process()
-    pickle.dump(question, process.stdin)
-    process.stdin.flush()
-    answer = pickle.load(process.stdout)
+    with _one_at_a_time:
+        process = _process()
+        pickle.dump(question, process.stdin)
+        process.stdin.flush()
+        answer = pickle.load(process.stdout)
     if isinstance(answer, str):
         raise RuntimeError(answer)
     return answer
@@ -130,9 +150,29 @@ def _multiply_bfloat16():
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
+def _patch_once():
+    """Lets the interpreter replace Triton's language once a module, not at each function's call."""
+    from triton.runtime import interpreter
+
+    patch, done = interpreter._patch_lang, set()
+
+    class Kept:
+        def restore(self):
+            pass
+
+    def patch_lang(function):
+        if id(function.__globals__) not in done:
+            done.add(id(function.__globals__))
+            patch(function)
+        return Kept()
+
+    interpreter._patch_lang = patch_lang
+
+
 def _serve():
     """Answers questions from stdin until there are no more."""
     _multiply_bfloat16()
+    _patch_once()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anything prints must not get between the answers
     while True:
