@@ -25,7 +25,9 @@ def logits(
     z = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
     d = tl.arange(0, BLOCK_D)
     at_hidden = hidden + row.to(tl.int64)[:, None] * D + d[None, :]
-    at_matrix = matrix + d.to(tl.int64)[:, None] * STRIDE_D + column.to(tl.int64)[None, :] * STRIDE_V
+    at_matrix = (
+        matrix + d.to(tl.int64)[:, None] * STRIDE_D + column.to(tl.int64)[None, :] * STRIDE_V
+    )
     for begin in range(0, D, BLOCK_D):
         inside = begin + d < D
         x = tl.load(at_hidden, mask=(row < tokens)[:, None] & inside[None, :], other=0)
