@@ -106,4 +106,5 @@ def platform_here() -> str:
     Under `jax.set_mesh` the mesh's devices count, which need not be at hand.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
+    platform = jax.default_backend() if device is None else device.platform
+    return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)

@@ -55,10 +55,16 @@ class MeshSettings:
     expert_dispatch: Literal["all_gather", "all_to_all"] | None = None
     """Mesh axis expert: whether each device receives all tokens, or each token is sent to the
     devices that hold its experts; never changes a result. Unset: the one that sends less."""
-    expert_backend: Literal["auto", "ragged", "blocks", "native"] = "auto"
+    expert_backend: Literal[
+        "auto", "native", "blocks", "triton", "pallas", "megablox", "ragged"
+    ] = "auto"
     """How rows are multiplied by their experts' matrices. native: C++ kernels, compiled at first
-    use, for one CPU in float32. auto: native where it is possible, blocks on other CPUs, ragged on
-    TPU and GPU."""
+    use, for one CPU in float32. triton: kernels for GPU. pallas, megablox: kernels for TPU. ragged:
+    XLA's own. auto: native where it is possible, blocks on other CPUs, a kernel on TPU and GPU."""
+    logprob_backend: Literal["auto", "triton", "pallas", "chunked", "reference"] = "auto"
+    """How log-probabilities and entropies are computed from hidden states. triton, pallas: kernels
+    for GPU and TPU that hold no logits. chunked: the logits of a chunk of tokens at a time. auto: a
+    kernel where there is one for the devices, chunked elsewhere."""
     pipeline_repeats: int = 1
     """Mesh axis stage: circular repeats, the number of non-adjacent pieces of the layers that a
     stage holds. More of them shorten the pipeline's bubble and send more; never changes a

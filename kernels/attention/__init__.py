@@ -9,7 +9,8 @@ import dataclasses
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-from rljax_kernels.attention import blocked, reference, ring
+from rljax_kernels import triton_tools
+from rljax_kernels.attention import blocked, cudnn, pallas, reference, ring, splash, triton
 from rljax_kernels.attention.reference import MASKED_SCORE
 from rljax_kernels.attention.tokens import Tokens, sees, whole_rows
 from rljax_kernels.registry import PLATFORMS, Implementation, Operation, platform_here
@@ -18,6 +19,7 @@ __all__ = [
     "MASKED_SCORE",
     "OPERATION",
     "RINGS",
+    "UNTYPED",
     "Asked",
     "Tokens",
     "asked_of",
@@ -43,6 +45,7 @@ class Asked:
       window: How many positions back a query sees; None: all.
       sinks: Whether heads have sinks.
       prefix: Whether sequences share prefixes.
+      packed: Whether a row may hold several sequences, or padding elsewhere than at its end.
     """
 
     dtype: str
@@ -56,6 +59,7 @@ class Asked:
     window: int | None = None
     sinks: bool = False
     prefix: bool = False
+    packed: bool = True
 
 
 _FEW_SCORES, _FEW_ON_CPU = 2**26, 2**18
@@ -72,6 +76,31 @@ def _defer_short(asked: Asked, platform: str) -> str | None:
 OPERATION = Operation(
     "attention",
     (
+        Implementation("cudnn", ("gpu",), cudnn.run, cudnn.refuses, source="jax.nn, cuDNN"),
+        Implementation(
+            "triton",
+            ("gpu",),
+            triton.run,
+            triton.refuses,
+            triton_tools.missing,
+            source="Triton, kernels/attention/triton_kernels.py",
+        ),
+        Implementation(
+            "pallas",
+            ("tpu",),
+            pallas.run,
+            pallas.refuses,
+            defers=_defer_short,
+            source="Pallas, kernels/attention/pallas_kernels.py",
+        ),
+        Implementation(
+            "splash",
+            ("tpu",),
+            splash.run,
+            splash.refuses,
+            defers=lambda asked, platform: "pallas computes it inside shard_map's checks, too",
+            source="JAX's splash attention, jax.experimental.pallas.ops.tpu.splash_attention",
+        ),
         Implementation(
             "blocked",
             PLATFORMS,
@@ -85,9 +114,18 @@ OPERATION = Operation(
 )
 """The ways to compute attention, in the order in which they are preferred."""
 
-RINGS = {"blocked": ring.Parts(blocked.forward, blocked.backward)}
+RINGS = {
+    "triton": ring.Parts(triton.forward, triton.backward),
+    "pallas": ring.Parts(pallas.forward, pallas.backward),
+    "blocked": ring.Parts(blocked.forward, blocked.backward),
+}
 """The implementations that compute rows split over devices (`ring`), in the order in which they are
 preferred."""
+
+
+UNTYPED = ("splash",)
+"""The implementations that do not say over which mesh axes their results differ: `jax.shard_map`
+around them needs `check_vma=False`."""
 
 
 def asked_of(
@@ -98,6 +136,7 @@ def asked_of(
     *,
     window: int | None = None,
     sinks: Float[Array, " H"] | None = None,
+    packed: bool = True,
 ) -> Asked:
     """What a call with these arguments asks for."""
     return Asked(
@@ -112,6 +151,7 @@ def asked_of(
         window=window,
         sinks=sinks is not None,
         prefix=queries.prefix is not None,
+        packed=packed,
     )
 
 
@@ -145,6 +185,7 @@ def attention(
     sinks: Float[Array, " H"] | None = None,
     backend: str = "auto",
     axis: str | None = None,
+    packed: bool = True,
 ) -> Float[Array, "B T H dv"]:
     """Grouped-query attention over what `sees` says, the softmax in float32.
 
@@ -160,6 +201,8 @@ def attention(
       backend: The name of an implementation, or `auto`.
       axis: Inside `shard_map`: the mesh axis over which rows are split. Each device has the
         queries, keys and values of its part, all varying over the same mesh axes; keys go round.
+      packed: Whether a row may hold several sequences, or padding elsewhere than at its end; False
+        promises that none does, which cuDNN needs to know.
 
     Returns:
       The output, in q's dtype. Padding (segment 0) gets something finite that must not be used.
@@ -168,7 +211,8 @@ def attention(
       ValueError: The backend is unknown, or does not compute this here.
     """
     keys = queries if keys is None else keys
-    chosen = choose(backend, asked_of(q, k, v, queries, window=window, sinks=sinks), axis)
+    asked = asked_of(q, k, v, queries, window=window, sinks=sinks, packed=packed)
+    chosen = choose(backend, asked, axis)
     options = {"scale": scale, "window": window, "sinks": sinks}
     if axis is None:
         return chosen.run(q, k, v, queries, keys, **options)

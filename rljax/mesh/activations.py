@@ -65,15 +65,24 @@ def constrain_rows(x: jax.Array) -> jax.Array:
     return constrain(x, BATCH_AXES, "context")
 
 
-def map_shards(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def map_shards(
+    function: Callable[..., Any], in_specs: Any, out_specs: Any, checked: bool = True
+) -> Callable[..., Any]:
     """`jax.shard_map` over all axes that XLA splits here; the function itself where there are none.
 
     Args:
       function: Computes on each device's shards; `varies` tells over which axes an array differs.
       in_specs: As for `jax.shard_map`, made by `fit`.
       out_specs: Likewise.
+      checked: Whether JAX checks over which axes results differ, which some kernels do not say;
+        without that `varies` knows nothing.
     """
-    axes = {axis for axis in AXES if split(axis)}
-    if not axes:
+    if not any(map(split, AXES)):
         return function
-    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=axes)
+    # Axes of one device too: the compiler of Pallas takes no program that XLA could split further.
+    mesh = jax.sharding.get_abstract_mesh()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = {axis for axis, kind in types if kind == AxisType.Auto}
+    return jax.shard_map(
+        function, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=checked
+    )

@@ -260,6 +260,8 @@ class ModelConfig:
         None: the one that moves less.
       expert_backend: How rows are multiplied by their experts' matrices, as for
         `rljax_kernels.grouped_matmul`; `auto`: what is fastest on the devices.
+      logprob_backend: How log-probabilities of tokens are computed from hidden states, as for
+        `rljax_kernels.logprobs`; `auto`: what is fastest on the devices.
       pipeline_repeats: On a mesh with stages: how many pieces of its layers, not neighbours, each
         stage holds of a stack (see `pipeline`). More of them wait less and send more; from two on a
         piece is recomputed as a whole in the backward pass, whatever the value of `remat`.
@@ -281,7 +283,10 @@ class ModelConfig:
     remat: bool = False
     attention_backend: str = "auto"
     expert_dispatch: Literal["all_gather", "all_to_all"] | None = None
-    expert_backend: Literal["auto", "ragged", "blocks", "native"] = "auto"
+    expert_backend: Literal[
+        "auto", "native", "blocks", "triton", "pallas", "megablox", "ragged"
+    ] = "auto"
+    logprob_backend: Literal["auto", "triton", "pallas", "chunked", "reference"] = "auto"
     pipeline_repeats: int = 1
     pipeline_rows: int = 1
     family: str = "qwen3"

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 Dispatch = Literal["all_gather", "all_to_all"]
 
-Backend = Literal["auto", "ragged", "blocks", "native"]
+Backend = Literal["auto", "native", "blocks", "triton", "pallas", "megablox", "ragged"]
 
 CLAMP = 7.0
 """Where gpt-oss clamps its experts' gates (from above) and what they gate (on both sides)."""
@@ -28,7 +28,7 @@ GAIN = 1.702
 """The factor inside the sigmoid of gpt-oss's experts."""
 
 
-def choose_backend(wanted: Backend, dtype: Any) -> gmm.Backend:
+def choose_backend(wanted: Backend, dtype: Any) -> str:
     """`rljax_kernels.grouped_matmul.choose_backend`; the first choice of each kind is logged.
 
     Raises:
@@ -46,7 +46,7 @@ def choose_backend(wanted: Backend, dtype: Any) -> gmm.Backend:
 
 
 @functools.cache
-def _log_choice(wanted: Backend, chosen: gmm.Backend) -> None:
+def _log_choice(wanted: Backend, chosen: str) -> None:
     _log.info("experts are multiplied by backend %r (expert_backend=%r)", chosen, wanted)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
+from rljax_kernels import logprobs as kernels
 
 from rljax.errors import InputError
 from rljax.mesh import BATCH_AXES, axes_of, fit, map_shards, split, varies, vary_alike
@@ -27,7 +28,7 @@ class Inputs:
     Attributes:
       tokens: Token ids.
       positions: Rotary positions; None: each segment counts from 0.
-      segments: Packed sequences by number, 0 for padding; None: a row is one sequence.
+      segments: Packed sequences by number, at most T, 0 for padding; None: a row is one sequence.
       prefix: The segment that a position sees besides its own, 0 for none: a prompt that several
         responses of its row share. Their first tokens are scored given its last. None: no prefixes.
       routing: Experts to replay, -1 where unset; None: the routers' own.
@@ -106,7 +107,7 @@ def token_logprobs(
       segments: Packed sequences by number, 0 for padding; by default a row is one sequence.
       temperature: Divides the logits, as in sampling.
       routing: Experts to replay, -1 where unset.
-      chunk: Tokens whose logits a device holds at a time, at least one of each row.
+      chunk: Tokens whose logits a device holds at a time, if its backend forms logits.
 
     Returns:
       logp: float32; entry t is the log-probability of the token at t given those before it in its
@@ -138,7 +139,7 @@ def score_tokens(
       config: The model.
       inputs: Tokens, and what is known of them.
       temperature: Divides the logits.
-      chunk: Tokens whose logits a device holds at a time, at least one of each row.
+      chunk: Tokens whose logits a device holds at a time, if its backend forms logits.
       score_mask: The tokens to score; others get 0. All but the first of a segment by default.
       max_scored_tokens: A bound on the scored tokens of a row. Logits are then formed for that
         many tokens a row, which saves most of the output matmul where prompts are long. Tokens
@@ -219,11 +220,11 @@ def preceding(
     before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
     if prefix is None:
         return before, follows
-    # The last place of each segment, by its number; -1 for those that are not there.
-    rows, place = jnp.arange(segments.shape[0])[:, None], jnp.arange(segments.shape[1])
-    last_of = jnp.full((segments.shape[0], segments.shape[1] + 1), -1)
-    last_of = last_of.at[rows, segments].max(place, mode="drop")
-    ends = jnp.take_along_axis(last_of, prefix, axis=1, mode="clip")
+    # The last place of each segment, by its number.
+    rows, length = segments.shape
+    row, place = jnp.arange(rows)[:, None], jnp.arange(length, dtype=jnp.int32)
+    ends = jnp.full((rows, length + 1), -1).at[row, jnp.clip(segments, 0, length)].max(place)
+    ends = ends[row, jnp.clip(prefix, 0, length)]
     first = ~follows & (prefix > 0) & (ends >= 0)
     last = jnp.take_along_axis(hidden, jnp.maximum(ends, 0)[..., None], axis=1)
     return jnp.where(first[..., None], last, before), follows | first
@@ -238,7 +239,7 @@ def _score(
     chunk: int,
     support: Array | None,
 ) -> tuple[Array, Array]:
-    """Log-probability and entropy of each target, in chunks of tokens recomputed backwards.
+    """Log-probability and entropy of each target, never holding the logits of all.
 
     Each device works on its own tokens, and over `tensor` on its own slice of the vocabulary.
     `support` holds the ids that each target was drawn among, as in `Inputs`.
@@ -264,68 +265,49 @@ def _score_part(
     chunk: int,
     parted: int | None,
 ) -> tuple[Array, Array]:
-    """`_score` of one device. A chunk holds a few tokens of every row."""
-    sliced = varies(jax.tree.leaves(params)[0], "tensor")
-    params = {name: gather_part(w, hidden, parted) for name, w in params.items()}
-    params, hidden = vary_alike((params, hidden))
+    """`_score` of one device."""
+    (name, matrix) = next(iter(params.items()))
+    sliced = varies(matrix, "tensor")
+    matrix, hidden = vary_alike((gather_part(matrix, hidden, parted), hidden))
+    tied = name == "embed"
+    size = matrix.shape[0 if tied else 1]
+    ids = targets[..., None]
+    if support is not None:
+        ids = jnp.concatenate([ids, support], axis=-1)
+    try:
+        found = kernels.statistics_of(
+            hidden.reshape(-1, hidden.shape[-1]),
+            matrix,
+            ids.reshape(-1, ids.shape[-1]),
+            temperature=temperature,
+            first=jax.lax.axis_index("tensor") * size if sliced else 0,
+            tied=tied,
+            num_tokens=config.num_tokens,
+            chunk=chunk,
+            backend=config.logprob_backend,
+        )
+    except ValueError as e:
+        raise InputError(f"logprob_backend={config.logprob_backend!r}: {e}") from e
+    if sliced:
+        found = kernels.merged(found, "tensor")
+    lse, entropy = found.lse, found.lse - found.mean
+    logp = found.picked[:, 0] - lse
+    if support is not None:
+        inside = support.reshape(-1, support.shape[-1]) >= 0
+        logp, entropy = _among(found.picked - lse[:, None], inside, logp, entropy)
+    return logp.reshape(targets.shape), entropy.reshape(targets.shape)
 
-    def part(args: tuple[Array, Array, Array | None]) -> tuple[Array, Array]:
-        z = output_logits(params, config, args[0]) / temperature
-        return _score_logits(z, *args[1:], sliced=sliced)
 
-    rows, length = targets.shape
-    width = max(1, chunk // rows)
-    if length <= width:
-        return part((hidden, targets, support))
-    parts = -(-length // width)
-    width = -(-length // parts)
-    pad = parts * width - length
+def _among(picked: Array, inside: Array, logp: Array, entropy: Array) -> tuple[Array, Array]:
+    """Log-probability and entropy among the kept ids, or as given where there are none.
 
-    def cut(x: Array) -> Array:
-        x = jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))
-        return x.reshape(rows, parts, width, *x.shape[2:]).swapaxes(0, 1)
-
-    def join(x: Array) -> Array:
-        return x.swapaxes(0, 1).reshape(rows, parts * width)[:, :length]
-
-    pieces = jax.tree.map(cut, (hidden, targets, support))
-    logp, entropy = jax.lax.map(jax.checkpoint(part), pieces)
-    return join(logp), join(entropy)
-
-
-def _score_logits(
-    z: Array, targets: Array, support: Array | None, *, sliced: bool
-) -> tuple[Array, Array]:
-    """Log-probability and entropy of targets [...] by logits [..., V].
-
-    With `sliced` a device has a slice of the vocabulary, by its place along `tensor`.
+    Args:
+      picked: [N, 1 + S], log-probabilities of the token and of the kept ids.
+      inside: [N, S], which of those are set.
+      logp: [N], among the whole vocabulary.
+      entropy: [N], likewise.
     """
-
-    def over_vocabulary(x: Array) -> Array:
-        return jax.lax.psum(x, "tensor") if sliced else x
-
-    def pick(z: Array, ids: Array) -> Array:
-        """The logits of ids [..., n], from whichever slices have them."""
-        here = ids - jax.lax.axis_index("tensor") * z.shape[-1] if sliced else ids
-        found = jnp.take_along_axis(z, jnp.clip(here, 0, z.shape[-1] - 1), axis=-1)
-        return over_vocabulary(jnp.where((here >= 0) & (here < z.shape[-1]), found, 0.0))
-
-    top = jax.lax.stop_gradient(z).max(-1, keepdims=True)
-    z = z - (jax.lax.pmax(top, "tensor") if sliced else top)
-    exp = jnp.exp(z)
-    total = over_vocabulary(exp.sum(-1))
-    entropy = jnp.log(total) - over_vocabulary((exp * z).sum(-1)) / total
-    own = pick(z, targets[..., None])[..., 0]
-    logp = own - jnp.log(total)
-    if support is None:
-        return logp, entropy
-    return _among(own, pick(z, jnp.maximum(support, 0)), support >= 0, logp, entropy)
-
-
-def _among(
-    own: Array, among: Array, inside: Array, logp: Array, entropy: Array
-) -> tuple[Array, Array]:
-    """Log-probability and entropy among the kept ids, or as given where there are none."""
+    own, among = picked[:, 0], picked[:, 1:]
     some = inside.any(-1)
     among = jnp.where(inside, among, jnp.where(some[..., None], -jnp.inf, 0.0))
     each = jax.nn.log_softmax(among, axis=-1)

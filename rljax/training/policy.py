@@ -117,6 +117,7 @@ def _computation(config: Config) -> dict[str, Any]:
         "attention_backend": mesh.attention_backend,
         "expert_dispatch": mesh.expert_dispatch,
         "expert_backend": mesh.expert_backend,
+        "logprob_backend": mesh.logprob_backend,
         "pipeline_repeats": mesh.pipeline_repeats,
         "pipeline_rows": mesh.pipeline_rows,
     }

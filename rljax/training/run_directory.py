@@ -21,7 +21,7 @@ MAY_CHANGE = frozenset({
     "eval_every", "stop_at", "max_skipped_updates", "reward_timeout", "micro_batch_size",
     "micro_batch_tokens", "packing", "share_prompts", "remat", "slots", "page_size", "num_pages",
     "decode_chunk", "host_memory", "rollout_kernels", "attention_backend", "expert_backend",
-    "expert_dispatch",
+    "expert_dispatch", "logprob_backend",
     "pipeline_rows", "coordinator", "num_processes", "process_id", "heartbeat_timeout",
 })  # fmt: skip
 

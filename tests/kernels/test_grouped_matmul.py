@@ -34,7 +34,7 @@ def arrays():
 def run(backend, x, w, cotangent, sizes):
     def f(x, w):
         if backend == "reference":
-            return gmm.reference(x, w, sizes)
+            return gmm.reference.run(x, w, sizes)
         return gmm.grouped_matmul(x, w, sizes, backend=backend)
 
     out, pull = jax.vjp(f, x, w)
@@ -107,10 +107,10 @@ def test_rows_go_through_all_stages_with_their_group_s_parameters(arrays, name):
     @jax.jit
     def run_loop(x, params, sizes):
         def f(x, params):
-            hidden = gmm.reference(x, params["w"], sizes)
+            hidden = gmm.reference.run(x, params["w"], sizes)
             ones = jnp.ones((M, 1))
-            hidden = jnp.tanh(hidden + gmm.reference(ones, params["b"][:, None], sizes))
-            return gmm.reference(hidden, params["down"], sizes)
+            hidden = jnp.tanh(hidden + gmm.reference.run(ones, params["b"][:, None], sizes))
+            return gmm.reference.run(hidden, params["down"], sizes)
 
         out, pull = jax.vjp(f, x, params)
         return out, pull(cotangent @ w[0].T)
@@ -177,7 +177,11 @@ def test_bfloat16_gradients_add_up_in_float32():
     [
         (((8, 3), (2, 4, 5), (2,)), {}, r"x \[M, D\] and weights \[E, D, F\], got \(8, 3\)"),
         (((8, 4), (2, 4, 5), (3,)), {}, r"group_sizes \(3,\) must hold one size for each of the 2"),
-        (((8, 4), (2, 4, 5), (2,)), {"backend": "magic"}, "backend 'magic' is unknown; use"),
+        (
+            ((8, 4), (2, 4, 5), (2,)),
+            {"backend": "magic"},
+            "has no implementation 'magic'; use one of auto, native",
+        ),
     ],
 )
 def test_refusals(shapes, kwargs, message):
@@ -216,10 +220,11 @@ def test_auto_does_without_kernels_that_cannot_be_built_and_native_does_not(monk
 
 
 def test_the_backend_is_that_of_the_devices_compiled_for():
-    for platform in ("tpu", "cuda"):
+    for platform, name in (("tpu", "tpu"), ("cuda", "gpu")):
         with jax.sharding.use_abstract_mesh(mesh_of(platform)):
-            assert gmm.choose_backend() == "ragged"
-            with pytest.raises(ValueError, match=f"for cpu devices, got {platform}; use"):
+            assert gmm.choose_backend("ragged") == "ragged"
+            assert gmm.choose_backend() not in ("native", "blocks", "reference")
+            with pytest.raises(ValueError, match=f"it is for cpu, not for {name}; use 'auto'"):
                 gmm.choose_backend("native")
-    with pytest.raises(ValueError, match="computes in float32, got bfloat16; use 'blocks'"):
+    with pytest.raises(ValueError, match="computes in float32, got bfloat16; use 'auto'"):
         gmm.choose_backend("native", jnp.bfloat16)
