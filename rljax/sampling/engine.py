@@ -168,6 +168,14 @@ class Engine:
         """
         return self.runner.lower_decode()
 
+    def lower_prefill(self, prompt_length: int) -> jax.stages.Lowered:
+        """The program of the largest prefill call, lowered from shapes alone.
+
+        Args:
+          prompt_length: Tokens of the longest prompt.
+        """
+        return self.runner.lower_prefill(prompt_length)
+
     def warm_up(
         self,
         filtered: bool = False,

@@ -125,12 +125,13 @@ class Programs:
 
         return on_mesh
 
-    def lower_decode(self, wanted: models.Params, inputs: steps.DecodeInputs) -> jax.stages.Lowered:
-        """The program of a decode chunk, lowered from shapes alone.
+    def lower(self, program: Any, wanted: models.Params, *inputs: Any) -> jax.stages.Lowered:
+        """The program of prefill, or of a decode chunk, lowered from shapes alone.
 
         Args:
-          wanted: Shapes, dtypes and layout of the weights of `decode_config`.
-          inputs: Rows of the shapes to lower for; their values do not matter.
+          program: `prefill` or one of `decode`.
+          wanted: Shapes, dtypes and layout of the weights that it takes.
+          *inputs: Rows of the shapes to lower for; their values do not matter.
         """
 
         def laid_out(tree: Any, layout: Sharding | None) -> Any:
@@ -142,9 +143,8 @@ class Programs:
         if self._mesh is not None:
             pools, rows = pool_sharding(self.config, self._mesh), self._rows_layout
         make = functools.partial(make_pool, self.config, self._pages, self._sizes.page_size)
-        program: Any = self.decode[False]
         pool = laid_out(jax.eval_shape(make), pools)
-        return program.lower(wanted, pool, laid_out(inputs, rows))
+        return program.lower(wanted, pool, *(laid_out(x, rows) for x in inputs))
 
     def _over_shards(self, function: Callable, out_specs: Any, *in_specs: Any) -> Callable:
         """The function on each shard's own slots and pages; jitted, the pool donated."""

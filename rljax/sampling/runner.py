@@ -212,4 +212,12 @@ class Runner:
             rows, self.shapes, self._stop_ids, [0] * self.sizes.shards, columns
         )
         wanted = self.weights.wanted(self.programs.decode_config)
-        return self.programs.lower_decode(wanted, inputs)
+        return self.programs.lower(self.programs.decode[False], wanted, inputs)
+
+    def lower_prefill(self, prompt_length: int) -> jax.stages.Lowered:
+        """The program of the largest prefill call, lowered from shapes alone."""
+        shapes = self.prefill_shapes.every(prompt_length, self.sizes.slots)
+        largest = max(shapes, key=lambda s: (s[0] * s[1], s[2]))
+        call = self.prefill_shapes.blank(*largest)
+        wanted = self.weights.wanted(self.programs.config)
+        return self.programs.lower(self.programs.prefill, wanted, *call.arrays())
