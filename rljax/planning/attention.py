@@ -36,7 +36,9 @@ def implementation(
     work: Work,
     platform: str,
 ) -> str:
-    """The name of what computes a layer's attention on a device, as the kernels' rule chooses it.
+    """The name of what computes a layer's attention on a device, by the kernels' rule.
+
+    What is installed here does not matter: the machine that is planned for will have what it needs.
 
     Args:
       mesh: The mesh; over `context` keys go round, and not all of them do that.
@@ -58,10 +60,18 @@ def implementation(
         window=c.window if isinstance(c, Attention) else None,
         sinks=isinstance(c, Attention) and c.sinks,
     )
-    if goes_round(mesh, config) and config.attention_backend == "auto":
-        able = (OPERATION.named(name) for name in RINGS)
-        return next(i for i in able if i.objection(asked, platform) is None).name
-    return OPERATION.choose(config.attention_backend, asked, platform).name
+    if config.attention_backend != "auto":
+        return OPERATION.named(config.attention_backend).name
+    able = list(OPERATION.implementations)
+    if goes_round(mesh, config):
+        able = [OPERATION.named(name) for name in RINGS]
+    return next(
+        i.name
+        for i in able
+        if platform in i.platforms
+        and i.refuses(asked) is None
+        and (i.defers(asked, platform) is None or goes_round(mesh, config))
+    )
 
 
 def goes_round(mesh: Mesh | AbstractMesh, config: ModelConfig) -> bool:

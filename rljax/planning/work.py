@@ -181,27 +181,32 @@ class Work:
 _MAY_BE_0 = ("mean_completion_length", "micro_batch_size", "micro_batch_tokens", "num_pages")
 
 
-@functools.cache
 def abstract_batch(config: ModelConfig, work: Work, mesh: Mesh | AbstractMesh) -> Batch:
     """The shapes and dtypes of a rollout batch; packed, of the rows that it is scored in."""
-    return _abstract(config, work.score_parts(mesh), work, mesh)
+    return _batch(config, _shape(work, mesh, work.score_parts(mesh)))
 
 
-@functools.cache
 def abstract_rows(config: ModelConfig, work: Work, mesh: Mesh | AbstractMesh) -> Rows:
     """The shapes and dtypes of the rows of an optimizer step, as in training."""
-    batch = _abstract(config, work.parts(mesh), work, mesh)
-    rows = jax.eval_shape(lambda batch: OBJECTIVE.prepare(batch)[0], batch)
+    rows = _rows(config, _shape(work, mesh, work.parts(mesh)))
     if not work.micro_batch_tokens:
         return rows
     most = -(-work.row_length // work.mean_length) + 1
     return rows.replace(max_segments=1 << most.bit_length())
 
 
-def _abstract(config: ModelConfig, parts: int, work: Work, mesh: Mesh | AbstractMesh) -> Batch:
-    """A batch of so many micro-batches."""
-    shape = (meshes.batch_shards(mesh) * parts * work.rows(mesh), work.row_length)
+def _shape(work: Work, mesh: Mesh | AbstractMesh, parts: int) -> tuple[int, int]:
+    """Rows and tokens of so many micro-batches."""
+    return meshes.batch_shards(mesh) * parts * work.rows(mesh), work.row_length
 
+
+@functools.cache
+def _rows(config: ModelConfig, shape: tuple[int, int]) -> Rows:
+    return jax.eval_shape(lambda batch: OBJECTIVE.prepare(batch)[0], _batch(config, shape))
+
+
+@functools.cache
+def _batch(config: ModelConfig, shape: tuple[int, int]) -> Batch:
     def make() -> Batch:
         whole, real = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
         routing = jnp.zeros((*shape, len(config.mixture_layers), config.top_k), jnp.int32)
