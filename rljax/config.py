@@ -111,7 +111,8 @@ class Config:
                 raise InputError(f"{name}={values[name]} must be 0 (all) or more responses")
         if self.sampler.page_size < 0:
             raise InputError(
-                f"page_size={self.sampler.page_size} must be 0 (what suits the devices) or more tokens"
+                f"page_size={self.sampler.page_size} must be 0 (what suits the devices) or more "
+                "tokens"
             )
         if self.update.micro_batch_tokens < 0:
             raise InputError(
