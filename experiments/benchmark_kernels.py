@@ -192,19 +192,27 @@ def with_gradients(case: Any, forward: Callable[..., Any]) -> Callable[..., Any]
     return both
 
 
-def compiled(case: Any, program: Program, arrays: tuple[Any, ...]) -> Any:
-    """The compiled program, or one line that says why there is none."""
+def lowered(case: Any, program: Program, arrays: tuple[Any, ...]) -> Any:
+    """The program as XLA takes it, or one line that says why there is none."""
     import jax
 
     donated = () if case.carried is None else (case.carried,)
     try:
-        return jax.jit(program.function, donate_argnums=donated).lower(*arrays).compile()
+        return jax.jit(program.function, donate_argnums=donated).lower(*arrays)
     except Exception as error:  # each library has errors of its own
         return one_line(error)
 
 
+def compiled(program: Any) -> Any:
+    """The compiled program, or one line that says why there is none."""
+    try:
+        return program if isinstance(program, str) else program.compile()
+    except Exception as error:
+        return one_line(error)
+
+
 def one_line(error: Exception) -> str:
-    """An error's kind and the beginning of what it says."""
+    """An error's kind and the beginning of its message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
@@ -261,8 +269,9 @@ def run_case(case: Any, config: Config, peak: Peak) -> list[dict[str, Any]]:
         cotangent = jax.tree.map(lambda k, s: jax.random.normal(k, s.shape, s.dtype), keys, shape)
     given = {"forward": arrays, "both": (cotangent, *arrays)}
     threads = max(1, (os.cpu_count() or 2) // 2)
+    to_compile = [lowered(case, program, given[program.kind]) for program in todo]
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        made = list(pool.map(lambda p: compiled(case, p, given[p.kind]), todo))
+        made = list(pool.map(compiled, to_compile))
     lines: list[dict[str, Any]] = []
     truth: dict[str, Any] = {}
     for program, ready in zip(todo, made, strict=True):

@@ -313,18 +313,20 @@ MOST = {"attention": "as cuDNN's within 10%", "paged_attention": "80% of bandwid
 MOST |= {"grouped_matmul": "70% of peak", "logprobs": "60% of peak"}
 
 
-def accelerator_cases() -> list[Case]:
-    """The sizes of models of 7B and above, in bfloat16."""
-    bf16, expected = "bfloat16", MOST
+def accelerator_cases(platform: str) -> list[Case]:
+    """The sizes of models of 7B and above, in bfloat16; pages as a platform's kernels take them."""
+    bf16, expected, page = "bfloat16", MOST, 128 if platform == "tpu" else 16
     long = {"against": "blocked", "timed_reference": False}
     paged, grouped = expected["paged_attention"], expected["grouped_matmul"]
     return [
-        paged_attention("256 rows of 2,048", 256, 2048, QWEN_7B, bf16, expected=paged),
-        paged_attention("16 rows of 32,768", 16, 32_768, QWEN_7B, bf16, expected=paged),
-        paged_attention(
-            "256 rows of 1,024, 8 of them on 1,024", 256, 1024, QWEN_7B, bf16, shared=(1024, 8)
-        ),
-        paged_attention("latent, 64 rows of 4,096", 64, 4096, LATENT, bf16, latent=True),
+        paged_attention("256 rows of 2,048", 256, 2048, QWEN_7B, bf16,
+                        page_size=page, expected=paged),
+        paged_attention("16 rows of 32,768", 16, 32_768, QWEN_7B, bf16,
+                        page_size=page, expected=paged),
+        paged_attention("256 rows of 1,024, 8 of them on 1,024", 256, 1024, QWEN_7B, bf16,
+                        shared=(1024, 8), page_size=page),
+        paged_attention("latent, 64 rows of 4,096", 64, 4096, LATENT, bf16,
+                        latent=True, page_size=page),
         grouped_matmul("131,072 rows, 128 experts", 131_072, 128, 2048, 768, bf16,
                        against="ragged", timed_reference=False, expected=grouped),
         grouped_matmul("16,384 rows, 32 experts", 16_384, 32, 7168, 2048, bf16, expected=grouped),
@@ -369,7 +371,7 @@ def cases(platform: str, tiny: bool = False) -> list[Case]:
     """The cases of a platform."""
     if tiny:
         return tiny_cases()
-    return cpu_cases() if platform == "cpu" else accelerator_cases()
+    return cpu_cases() if platform == "cpu" else accelerator_cases(platform)
 
 
 def nbytes(tree: Any) -> int:

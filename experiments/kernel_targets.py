@@ -54,7 +54,7 @@ def choice(chosen: Any, case: Case, platform: str) -> str:
 
 def of_target(names: Sequence[str], platform: str, tiny: bool) -> Iterator[tuple[Case, Any]]:
     """The cases of operations with each implementation that is made for a platform alone."""
-    for case in tiny_cases() if tiny else accelerator_cases():
+    for case in tiny_cases() if tiny else accelerator_cases(platform):
         if case.operation in names:
             for found in operation(case.operation).implementations:
                 own = platform in found.platforms and "cpu" not in found.platforms

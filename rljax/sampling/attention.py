@@ -15,11 +15,12 @@ from jaxtyping import Array, Bool, Float, Int
 from rljax_kernels.paged_attention import OPERATION, PageTables
 from rljax_kernels.paged_attention.blocked import prompt_attention
 from rljax_kernels.paged_attention.pages import from_bits, to_bits
+from rljax_kernels.registry import platform_here
 
 from rljax.mesh import map_shards
 from rljax.mesh.activations import split
 from rljax.models.forward import Attend
-from rljax.sampling.pool import Gathered, put_tokens, values_of
+from rljax.sampling.pool import Gathered, put_rows, put_tokens, values_of
 
 _HIDDEN_SCORE = -1e30  # of a key that a query may not see; -inf would give NaN where all are hidden
 
@@ -89,18 +90,22 @@ def prefill_attention(
 
     Args:
       table: The pages of each row, in order; entries past a row's length may be anything valid.
-      positions: Positions of the new tokens.
-      live: Which of them exist; others are neither written nor read, and their output is 0.
+      positions: Positions of the new tokens, which follow each other.
+      live: Which of them exist, the first ones of a row; others are neither written nor read, and
+        their output is 0.
     """
 
     def attend(
         q: Array, k: Array, v: Array, layer: Array | int, pool: Any, **how: Any
     ) -> tuple[Array, Any]:
-        num_pages, page_size = pool["k"].shape[1], pool["k"].shape[4]
-        page = jnp.take_along_axis(table, positions // page_size, axis=1, mode="clip")
-        page = jnp.where(live, page, num_pages)  # out of bounds: dropped
         new = {"k": to_bits(k), "v": to_bits(v)}
-        pool = put_tokens(pool, layer, new, page, positions % page_size)
+        if platform_here() == "tpu":
+            pool = put_rows(pool, layer, new, table, positions[:, 0], live.sum(1))
+        else:
+            num_pages, page_size = pool["k"].shape[1], pool["k"].shape[4]
+            page = jnp.take_along_axis(table, positions // page_size, axis=1, mode="clip")
+            page = jnp.where(live, page, num_pages)  # out of bounds: dropped
+            pool = put_tokens(pool, layer, new, page, positions % page_size)
         out = prompt_attention(q, pool, layer, table, positions, live, v.shape[-1], **how)
         return out, pool
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
@@ -12,6 +13,8 @@ from rljax_kernels.paged_attention.pages import Pool, from_bits, to_bits
 from rljax.errors import InputError
 from rljax.mesh import BATCH_AXES
 from rljax.models.config import LatentAttention, ModelConfig
+
+_IN_ORDER = Layout((0, 1, 2, 3, 4))
 
 Gathered = dict[str, list[Array]]
 """Keys [R, kv_heads, head_dim, S] and values [R, kv_heads, S, head_dim] of R rows, an array for
@@ -89,6 +92,48 @@ def put_tokens(
         at = x.at[layer, page, :, :, offset] if name == "k" else x.at[layer, page, :, offset]
         out[name] = at.set(new[name], mode="drop")
     return out
+
+
+def put_rows(
+    pool: Pool, layer: Array | int, new: dict[str, Array], table: Array, start: Array, count: Array
+) -> Pool:
+    """Writes the first `count` [R] of tokens [R, t, kv_heads, head_dim], which follow each other.
+
+    As `put_tokens` does, but page by page: the scatter of single tokens has another layout on TPU
+    than all that reads the pool, which is then copied as a whole.
+
+    Args:
+      pool: The KV pool.
+      layer: Of the tokens.
+      new: Their keys and values, as they lie in the pool.
+      table: int32 [R, P], the pages of each row.
+      start: int32 [R], the position of the first token.
+      count: int32 [R], tokens that there are.
+    """
+    page_size, tokens = pool["k"].shape[4], new["k"].shape[1]
+    most = -(-tokens // page_size) + 1  # pages that a row's tokens touch
+    first = start // page_size
+    # The token of each place of these pages.
+    at = jnp.arange(most * page_size) - (start - first * page_size)[:, None]
+    fresh = ((at >= 0) & (at < count[:, None])).reshape(-1, most, page_size)
+    at = jnp.clip(at, 0, tokens - 1).reshape(-1, most, page_size)
+
+    def write(i: Array, pool: Pool) -> Pool:
+        row, turn = i // most, i % most
+        page = table[row, jnp.minimum(first[row] + turn, table.shape[1] - 1)]
+        out = dict(pool)
+        for name, x in pool.items():
+            mine = new[name][row][at[row, turn]]  # [page_size, K, d]
+            mine = mine.transpose((1, 2, 0) if name == "k" else (1, 0, 2))[None, None]
+            kept = fresh[row, turn] if name == "k" else fresh[row, turn][:, None]
+            place = (layer, page, 0, 0, 0)
+            old = jax.lax.dynamic_slice(x, place, mine.shape)
+            mine = with_layout_constraint(jnp.where(kept, mine, old), _IN_ORDER)
+            changed = jax.lax.dynamic_update_slice(x, mine, place)
+            out[name] = with_layout_constraint(changed, _IN_ORDER)
+        return out
+
+    return jax.lax.fori_loop(0, table.shape[0] * most, write, pool)
 
 
 def zero_unseen(layer: dict[str, Array], seen: Bool[Array, "R S"]) -> dict[str, Array]:

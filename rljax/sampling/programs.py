@@ -159,12 +159,13 @@ class Programs:
                 is_leaf=lambda spec: isinstance(spec, P),
             )
         if self._mesh is not None and (self._sizes.shards > 1 or self._opaque):
+            split_by_xla = {"tensor"} if self._mesh.shape["tensor"] > 1 else set()
             function = jax.shard_map(
                 function,
                 mesh=self._mesh,
                 in_specs=in_specs,
                 out_specs=out_specs,
-                axis_names=set(meshes.AXES) - {"tensor"},  # which XLA splits
+                axis_names=set(meshes.AXES) - split_by_xla,
             )
         return processes.run_serially(
             jax.jit(function, donate_argnums=(in_specs.index(_POOL),), out_shardings=out)

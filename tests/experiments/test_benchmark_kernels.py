@@ -132,7 +132,8 @@ def test_small_programs_are_timed_and_compared(capsys, monkeypatch):
 def test_what_cannot_be_compiled_says_why():
     case = kernel_cases.tiny_cases()[0]
     broken = benchmark_kernels.Program(None, "forward", lambda *_: jax.numpy.zeros(2) @ [1, 2, 3])
-    assert benchmark_kernels.compiled(case, broken, case.make()).startswith("TypeError")
+    reason = benchmark_kernels.lowered(case, broken, case.make())
+    assert reason.startswith("TypeError") and benchmark_kernels.compiled(reason) == reason
 
 
 @pytest.mark.targets
