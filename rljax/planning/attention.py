@@ -7,6 +7,7 @@ import collections
 from jax.sharding import AbstractMesh, Mesh
 from rljax_kernels.attention import OPERATION, RINGS, Asked
 
+from rljax.errors import InputError
 from rljax.models import Attention, LatentAttention, ModelConfig
 from rljax.planning.placement import compute_itemsize
 from rljax.planning.work import Work
@@ -46,6 +47,9 @@ def implementation(
       c: The layer's attention.
       work: The sizes of a step.
       platform: Of the devices.
+
+    Raises:
+      InputError: The implementation that is asked for does not compute this there.
     """
     num_heads, kv_heads, width, value_width = heads(c, mesh.shape["tensor"])
     asked = Asked(
@@ -61,7 +65,13 @@ def implementation(
         sinks=isinstance(c, Attention) and c.sinks,
     )
     if config.attention_backend != "auto":
-        return OPERATION.named(config.attention_backend).name
+        found = OPERATION.named(config.attention_backend)
+        reason = found.refuses(asked)
+        if platform not in found.platforms:
+            reason = f"it is for {' and '.join(found.platforms)}, not for {platform}"
+        if reason:
+            raise InputError(f"attention_backend={found.name!r}: {reason}; use auto")
+        return found.name
     able = list(OPERATION.implementations)
     if goes_round(mesh, config):
         able = [OPERATION.named(name) for name in RINGS]

@@ -359,6 +359,10 @@ def test_the_command_prints_a_plan(monkeypatch, capsys):
         ("--mesh=data=1024 --slots=1", "do not divide over stage×data×fsdp×expert = 1024"),
         ("--rollout_rules=experts=row", "rules flag 'experts=row': mesh axis 'row' is unknown"),
         ("--dtype=int8", "dtype"),
+        (
+            "--mesh=data=1024 --attention_backend=triton",
+            "attention_backend='triton': it is for gpu, not for tpu; use auto",
+        ),
         ("", "fsdp=512 (without --mesh all chips are on fsdp; --search lists meshes that fit)"),
     ],
 )
