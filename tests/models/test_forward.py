@@ -350,11 +350,13 @@ def test_replayed_experts_of_probability_zero_get_finite_weights(params, batch):
 # Ways to compute the same.
 
 
-def test_rematerialised_is_equal(params, batch):
+@pytest.mark.parametrize("policy", ["layer", "attention", "offload"])
+def test_rematerialised_is_equal(params, batch, policy):
     tokens, segments = batch
     p = params["mixture"]
-    want = run_loss(p, MIXTURE, tokens, segments, unset(MIXTURE))
-    remat = dataclasses.replace(MIXTURE, remat=True)
+    config = dataclasses.replace(MIXTURE, attention_backend="blocked")
+    want = run_loss(p, config, tokens, segments, unset(MIXTURE))
+    remat = dataclasses.replace(config, remat=True, remat_policy=policy)
     got = run_loss(p, remat, tokens, segments, unset(MIXTURE))
     assert_close(got, want, 1e-6)
 
