@@ -37,6 +37,19 @@ def vary_alike(arrays: Sequence[Any]) -> list[Any]:
     return [cast(x) for x in arrays]
 
 
+def refuse_checks(x: jax.Array, name: str, instead: str) -> None:
+    """Refuses a library's kernel, which says not over which mesh axes its results differ.
+
+    Raises:
+      ValueError: It is called inside `jax.shard_map` with its checks.
+    """
+    if jax.typeof(x).manual_axis_type.varying:
+        raise ValueError(
+            f"{name} does not say over which mesh axes its results differ, which jax.shard_map "
+            f"checks here; use {instead!r}"
+        )
+
+
 def result(shape: Sequence[int], dtype: Any, like: jax.Array) -> jax.ShapeDtypeStruct:
     """The type of a kernel's result that differs over the mesh axes over which `like` does."""
     manual = jax.typeof(like).manual_axis_type
@@ -52,15 +65,22 @@ def pad_to(x: jax.Array, axis: int, size: int, value: int = 0) -> jax.Array:
     return jnp.pad(x, widths, constant_values=value)
 
 
-def dot(a: jax.Array, b: jax.Array, over: tuple[int, int]) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array, over: tuple[int, int], exact: bool = False) -> jax.Array:
     """The product of two matrices over one axis of each, with float32 sums.
 
     In the interpreter operands are cast first: XLA has not all such products on CPU.
+
+    Args:
+      a: One matrix.
+      b: The other, of the same dtype.
+      over: The axis of each.
+      exact: Whether float32 operands are not to be rounded to bfloat16, as TPUs do by default.
     """
+    precision = jax.lax.Precision.HIGHEST if exact and a.dtype == jnp.float32 else None
     if interpreted():
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     dims = (((over[0],), (over[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def spread(takes: jax.Array, steps: int) -> tuple[jax.Array, jax.Array, jax.Array]:

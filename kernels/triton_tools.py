@@ -32,7 +32,14 @@ import jax.numpy as jnp
 OPERATIONS = ("attention", "paged_attention", "logprobs", "grouped_matmul")
 """The folders that may have a `triton.py` with `examples()`."""
 
-_TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32", "bool": "i1"}
+_TYPES = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "int32": "i32",
+    "uint16": "u16",
+    "bool": "i1",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +127,8 @@ _runner: contextvars.ContextVar[Runner | None] = contextvars.ContextVar("runner"
 @functools.cache
 def missing() -> str | None:
     """Why Triton kernels cannot run here, in one line; None: they can."""
+    if capability() < 80:
+        return "they need an NVIDIA GPU of compute capability 8.0"
     for package in ("triton", "jax_triton"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed (pip install 'rljax[gpu]')"
@@ -176,13 +185,14 @@ def running_by(runner: Runner) -> Iterator[None]:
 def capability() -> int:
     """Ten times the compute capability of the GPU at hand; without one 90, a Hopper GPU's.
 
-    `report` sets another one.
+    `report` sets another one. A GPU that is not NVIDIA's has 0.
     """
     if (wanted := _capability.get()) is not None:
         return wanted
     if jax.default_backend() != "gpu":
         return 90
-    return round(10 * float(jax.devices()[0].compute_capability))
+    found = re.fullmatch(r"(\d+)\.(\d)", jax.local_devices()[0].compute_capability)
+    return int(found[1]) * 10 + int(found[2]) if found else 0
 
 
 def _jax_triton() -> Any:

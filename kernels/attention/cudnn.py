@@ -7,9 +7,9 @@ Everything else would be a mask or bias of [T, S], which is not for long rows.
 Packed rows are refused. JAX knows them for cuDNN (`q_offsets`, `kv_offsets`, from Hopper on), but
 the call does not do for our rows: the most segments that a row may have is part of its shape, and
 it keeps [B, segments, H, T] logarithms, a square again where there may be as many segments as
-tokens; it counts the offsets of keys in strides of the queries' heads, which differ for grouped
-heads; and it knows no shared prefix. That a row holds one sequence cannot be seen from its arrays
-while a program is compiled, so callers have to say it: `attention(..., packed=False)`.
+tokens; JAX 0.10 counts the offsets of keys in strides of the queries' heads, which is wrong for
+grouped heads; and it knows no shared prefix. That a row holds one sequence cannot be seen from its
+arrays while a program is compiled, so callers have to say it: `attention(..., packed=False)`.
 
 JAX keeps what the backward pass needs under no name, so `jax.checkpoint` with a policy of names
 computes the forward pass again.
@@ -28,7 +28,9 @@ from rljax_kernels.attention.tokens import Tokens
 
 def refuses(asked: Any) -> str | None:
     """Why cuDNN does not compute what is asked; None: it does."""
-    widest = 256 if triton_tools.capability() >= 90 else 128
+    if (capability := triton_tools.capability()) < 80:
+        return "it needs an NVIDIA GPU of compute capability 8.0"
+    widest = 256 if capability >= 90 else 128
     if asked.packed:
         return "it takes rows of one sequence each, and was not told so (packed=False)"
     if asked.prefix or asked.sinks:
@@ -41,8 +43,6 @@ def refuses(asked: Any) -> str | None:
         return f"values must be as wide as keys, not {asked.value_dim} of {asked.head_dim}"
     if asked.head_dim > widest or asked.head_dim % 8:
         return f"heads are multiples of 8 up to {widest} wide, not {asked.head_dim}"
-    if triton_tools.capability() < 80:
-        return "it needs a GPU of compute capability 8.0"
     return None
 
 

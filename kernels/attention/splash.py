@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from rljax_kernels.attention import blocked
 from rljax_kernels.attention.block_pairs import block_pairs, block_sizes
 from rljax_kernels.attention.tokens import Tokens, whole_rows
-from rljax_kernels.pallas_tools import interpreted, pad_to
+from rljax_kernels.pallas_tools import interpreted, pad_to, refuse_checks
 
 _MOST = (512, 512)  # tokens of a block of queries, and of keys
 _PADDING = 2**20
@@ -67,11 +67,7 @@ def run(
     Raises:
       ValueError: It is called inside `jax.shard_map` with its checks.
     """
-    if jax.typeof(q).manual_axis_type.varying:
-        raise ValueError(
-            "attention by 'splash' does not say over which mesh axes its results differ; where "
-            "rows are split over context or layers over a pipeline use 'pallas'"
-        )
+    refuse_checks(q, "attention by 'splash'", "pallas")
     t = q.shape[1]
     block = block_sizes(t, t, _MOST)[0]
     size = -(-t // block) * block

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from rljax_kernels.pallas_tools import interpreted, pad_to
+from rljax_kernels.pallas_tools import interpreted, pad_to, refuse_checks
 
 _ROWS, _SIDE = 512, 1024  # the most of a block: rows, and columns of either array
 
@@ -27,7 +27,11 @@ def run(
 
     Its kernels do not say over which mesh axes their results differ: inside `jax.shard_map` they
     need `check_vma=False`.
+
+    Raises:
+      ValueError: They are called there with its checks.
     """
+    refuse_checks(x, "grouped_matmul by 'megablox'", "pallas")
     return _multiply(x, weights, group_sizes.astype(jnp.int32))
 
 

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import functools
 import importlib
+import importlib.util
 import os
 import pathlib
 import pickle
@@ -24,11 +25,25 @@ import numpy as np
 
 @contextlib.contextmanager
 def interpreting():
-    """What is traced meanwhile calls its kernels in the interpreter, through callbacks."""
+    """What is traced meanwhile calls its kernels in the interpreter, through callbacks.
+
+    Backward passes are traced where gradients are taken, so that has to be inside, too. On a GPU
+    (JAX_PLATFORMS=cuda pytest tests/kernels) the kernels themselves run, and references multiply
+    in float32.
+    """
     from rljax_kernels import triton_tools
 
+    if jax.default_backend() == "gpu":
+        with jax.default_matmul_precision("highest"):
+            yield
+        return
     with triton_tools.running_by(_run):
         yield
+
+
+def available():
+    """Whether the interpreter and what it needs are installed."""
+    return all(importlib.util.find_spec(package) for package in ("triton", "torch"))
 
 
 def _run(launch, *arguments):

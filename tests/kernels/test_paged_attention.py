@@ -1,15 +1,16 @@
 """Every implementation of paged attention against the reference, and the reference by hand."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from rljax_kernels import paged_attention as paged
+from rljax_kernels.paged_attention import triton
 from rljax_kernels.paged_attention.pages import from_bits, to_bits
 
-R, LAYERS, PAGES, PAGE = 8, 2, 64, 4
+from tests.kernels.implementations import able, others
+
+R, LAYERS, PAGES, PAGE = 8, 2, 72, 8
 
 # Heads, key heads, head size, value size, latent, rows that share pages, window, sinks.
 CASES = {
@@ -36,7 +37,7 @@ def arguments(case, dtype, seed=0):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
     blocks = R // sharing if sharing else 1
-    per_row, shared_pages = 5, 3 if sharing else 0
+    per_row, shared_pages = 6, 3 if sharing else 0
     free = iter(rng.permutation(PAGES))
     shared = np.array([[next(free) for _ in range(shared_pages)] for _ in range(blocks)])
     own = np.array([[next(free) for _ in range(per_row)] for _ in range(R)])
@@ -124,19 +125,10 @@ def assert_close(got, want, dtype):
     )
 
 
-@contextlib.contextmanager
-def able(backend, case, dtype):
-    """Lets an implementation run here, or skips the test."""
+def asked(case, dtype):
     heads, kv, dim, value_dim, latent, sharing, window, sinks = CASES[case]
-    asked = paged.Asked(
-        jnp.dtype(dtype).name, R, heads, kv, dim, value_dim, PAGE, sharing, latent, window, sinks
-    )
-    found = paged.OPERATION.named(backend)
-    if reason := found.refuses(asked):
-        pytest.skip(reason)
-    if "cpu" not in found.platforms:
-        pytest.skip("for other devices")
-    yield
+    name = jnp.dtype(dtype).name
+    return paged.Asked(name, R, heads, kv, dim, value_dim, PAGE, sharing, latent, window, sinks)
 
 
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -161,18 +153,33 @@ def test_the_reference_is_attention_over_each_row_s_tokens(case, dtype):
         np.testing.assert_array_equal(x[0], arrays[3][name][0])  # the other layer
 
 
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Several tiles and parts in short rows."""
+    monkeypatch.setattr(triton, "_cut", lambda *sizes: (16, 16, 4, 1))
+    monkeypatch.setattr(triton, "LEAST", 32)
+    monkeypatch.setattr(triton, "MOST", 32)
+
+
 @DTYPES
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    "backend", [i.name for i in paged.OPERATION.implementations if i.name != "reference"]
-)
-def test_equals_the_reference(backend, case, dtype):
+@pytest.mark.parametrize("backend", others(paged.OPERATION))
+def test_equals_the_reference(small_parts, backend, case, dtype):
     arrays, rows, how = arguments(case, dtype)
-    with able(backend, case, dtype):
+    with able(paged.OPERATION, backend, asked(case, dtype)):
         out, pool = attend(backend, arrays, rows, how)
     want, want_pool = attend("reference", arrays, rows, how)
     assert_close(out, want, dtype)
     jax.tree.map(np.testing.assert_array_equal, pool, want_pool)
+
+
+@pytest.mark.targets
+def test_triton_computes_latents_in_the_tiles_that_it_takes():
+    case, dtype = "latent, shared, sinks", jnp.bfloat16
+    arrays, rows, how = arguments(case, dtype)
+    with able(paged.OPERATION, "triton", asked(case, dtype)):
+        out, _ = attend("triton", arrays, rows, how)
+    assert_close(out, attend("reference", arrays, rows, how)[0], dtype)
 
 
 def test_rows_that_are_no_whole_number_of_blocks_are_refused():

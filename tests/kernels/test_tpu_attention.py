@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from rljax_kernels.attention import OPERATION, Asked, block_pairs, pallas, sees, splash, whole_rows
+from rljax_kernels.attention import (
+    OPERATION,
+    RINGS,
+    Asked,
+    block_pairs,
+    pallas,
+    ring,
+    sees,
+    splash,
+    whole_rows,
+)
 
 TOKENS, HEADS, KV_HEADS, WIDTH, VALUE_WIDTH = 300, 4, 2, 32, 16
 
@@ -166,6 +176,48 @@ def test_heads_and_rows_cut_over_devices_equal_one_device(name):
     with jax.set_mesh(mesh):  # Pallas's interpreter knows nothing of manual axes
         found = gradients(jax.shard_map(attend, in_specs=specs, out_specs=heads, check_vma=False))
     assert_close(found, gradients(attend), 5e-6)
+
+
+def test_rows_cut_over_devices_equal_one_device():
+    """Keys go round the devices; each meets them by the kernels."""
+    places = packed(prefix=True, tokens=320)
+    (q, k, v, sinks), g = arrays(places)
+    how = {"scale": 0.2, "window": 60}
+
+    def meet(q, k, v, sinks, places):
+        parts = RINGS["pallas"]
+        return ring.run(q, k, v, places, places, axis="context", parts=parts, sinks=sinks, **how)
+
+    def whole(q, k, v, sinks, places):
+        return OPERATION.named("reference").run(q, k, v, places, places, sinks=sinks, **how)
+
+    def gradients(attend):
+        def loss(q, k, v, sinks):
+            return (attend(q, k, v, sinks, places) * g).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(q, k, v, sinks)
+
+    auto = (AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("context",), axis_types=auto, devices=jax.devices()[:2])
+    rows = P(None, "context")
+    specs = (rows, rows, rows, P(), rows)
+    with jax.set_mesh(mesh):
+        found = gradients(jax.shard_map(meet, in_specs=specs, out_specs=rows, check_vma=False))
+    assert_close(found, gradients(whole), 5e-6)
+
+
+def test_a_library_s_kernel_refuses_the_checks_of_shard_map():
+    places = packed(prefix=False, rows=1)
+    (q, k, v, _), _ = arrays(places)
+    mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,), devices=jax.devices()[:2])
+    heads = P(None, None, "tensor")
+
+    def attend(q, k, v):
+        return splash.run(q, k, v, places, places, scale=0.2)
+
+    attend = jax.shard_map(attend, mesh=mesh, in_specs=(heads,) * 3, out_specs=heads)
+    with pytest.raises(ValueError, match="'splash' does not say over which mesh axes"):
+        jax.eval_shape(attend, q, k, v)
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,20 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from rljax_kernels import logprobs
 from rljax_kernels.attention import OPERATION, Tokens
 from rljax_kernels.grouped_matmul import megablox
 from rljax_kernels.grouped_matmul import pallas as pallas_grouped
+from rljax_kernels.paged_attention import PageTables, pallas_tpu
 
 from rljax.planning import Topology
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu (the extra tpu)"
-)
+pytestmark = [
+    pytest.mark.targets,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="needs libtpu (the extra tpu)"
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +31,7 @@ def chips():
     return Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
 
-def compiled(function, mesh, *arrays):
+def compiled(function, mesh, *arrays, donate=()):
     """The program for one chip, or for all where arrays come with specs: (shape, dtype, spec)."""
 
     def abstract(shape, dtype, spec=None):
@@ -35,11 +40,11 @@ def compiled(function, mesh, *arrays):
 
     arrays = [jax.tree.map(lambda a: abstract(*a), x, is_leaf=_is_array) for x in arrays]
     with jax.set_mesh(mesh):
-        return jax.jit(function).lower(*arrays).compile()
+        return jax.jit(function, donate_argnums=donate).lower(*arrays).compile()
 
 
 def _is_array(x):
-    return isinstance(x, tuple) and isinstance(x[0], tuple)
+    return isinstance(x, tuple) and len(x) > 1 and isinstance(x[0], tuple)
 
 
 def one(mesh):
@@ -107,6 +112,59 @@ def test_grouped_matmul_and_its_gradients_cost_what_the_rows_cost(chips, name):
     # XLA's own gradient of ragged_dot is a dense product over all groups: six times as much here.
     assert program.cost_analysis()["flops"] < 1.01 * 6 * m * d * f
     assert program.memory_analysis().temp_size_in_bytes < 2**22
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_paged_attention_copies_no_pages(chips, latent):
+    kv, d, value_dim = (1, 576, 512) if latent else (8, 128, 128)
+    rows, blocks, layers, pages, page = 32, 4, 4, 256, 128
+    pool = {"k": ((layers, pages, kv, d, page), jnp.uint16)}
+    if not latent:
+        pool["v"] = ((layers, pages, kv, page, value_dim), jnp.uint16)
+    tables = PageTables(((rows, 32), jnp.int32), ((rows,), jnp.int32), ((blocks, 8), jnp.int32))
+
+    def attend(pool, q, k, v, layer, tables, positions, live):
+        return pallas_tpu.run(q, k, v, pool, layer, tables, positions, live, scale=0.1)
+
+    program = compiled(
+        attend,
+        one(chips),
+        pool,
+        ((rows, 32, d), jnp.bfloat16),
+        ((rows, kv, d), jnp.bfloat16),
+        ((rows, kv, value_dim), jnp.bfloat16),
+        ((), jnp.int32),
+        tables,
+        ((rows,), jnp.int32),
+        ((rows,), jnp.bool_),
+        donate=0,
+    )
+    memory = program.memory_analysis()
+    size = sum(2 * np.prod(shape) for shape, _ in pool.values())
+    assert memory.alias_size_in_bytes == size  # written in place
+    assert memory.temp_size_in_bytes < size / 8
+
+
+def test_logprobs_and_their_gradients_hold_no_logits(chips):
+    tokens, d, size = 4096, 2048, 151936
+
+    def both(hidden, matrix, ids, g):
+        def found(hidden, matrix):
+            return logprobs.logprobs(hidden, matrix, ids, temperature=0.7, backend="pallas")
+
+        found, pull = jax.vjp(found, hidden, matrix)
+        return found, pull((g, g))
+
+    program = compiled(
+        both,
+        one(chips),
+        ((tokens, d), jnp.bfloat16),
+        ((d, size), jnp.bfloat16),
+        ((tokens,), jnp.int32),
+        ((tokens,), jnp.float32),
+    )
+    # A slice of the gradients of logits, and that of hidden states in float32, some of it twice.
+    assert program.memory_analysis().temp_size_in_bytes < 4 * 2**27 < tokens * size
 
 
 def test_attention_compiles_inside_shard_map_with_its_checks(chips):

@@ -35,7 +35,7 @@ def test_values_and_gradients_equal_the_loops(monkeypatch, name):
 
         return jax.jit(both)
 
-    own, plain = run(module.run), run(reference)
+    own, plain = run(module.run), run(reference.run)
     for case, sizes in SIZES.items():
         sizes = jnp.asarray(sizes, jnp.int32)
         y, dx, dw = own(sizes)
