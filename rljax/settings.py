@@ -20,10 +20,6 @@ class ModelSettings:
     """Dtype of activations and matmuls; master weights are float32 always."""
     remat: bool = True
     """Recompute each layer's activations in the backward pass: less memory, more time."""
-    remat_policy: Literal["layer", "attention", "offload"] = "layer"
-    """With remat, what is kept of a layer: its inputs; attention's results too, so that attention
-    is not recomputed; or (offload) its inputs in host memory, on TPU and GPU. Never changes a
-    result."""
     lora_rank: int = 0
     """Rank of low-rank adapters, trained in place of the weights; 0: the weights are trained."""
     lora_alpha: float = 32.0

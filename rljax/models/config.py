@@ -254,9 +254,6 @@ class ModelConfig:
       dtype: Dtype of activations and matmul inputs; softmax, router and log-probabilities are
         float32 whatever it is.
       remat: Whether each layer's activations are recomputed in the backward pass.
-      remat_policy: What is kept of layers that are recomputed: their inputs (`layer`); attention's
-        results too, so that attention is not recomputed (`attention`); or their inputs, in the
-        hosts' memory (`offload`, where devices have some).
       attention_backend: How attention is computed where no cache is kept, as for
         `rljax_kernels.attention`; `auto`: what is fastest on the devices for the rows at hand.
       expert_dispatch: How tokens meet experts on other devices (see `experts.parallel_experts`);
@@ -284,7 +281,6 @@ class ModelConfig:
     tie_embeddings: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: bool = False
-    remat_policy: Literal["layer", "attention", "offload"] = "layer"
     attention_backend: str = "auto"
     expert_dispatch: Literal["all_gather", "all_to_all"] | None = None
     expert_backend: Literal[

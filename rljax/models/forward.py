@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Shaped
 from rljax_kernels.attention import MASKED_SCORE
-from rljax_kernels.attention.blocked import LSE, OUT
 from rljax_kernels.cpu import Native
 
 from rljax.mesh import BATCH_AXES, axes_of, constrain_rows, fit, map_shards, varies
@@ -28,7 +25,6 @@ from rljax.models.parameters import Params, declare
 from rljax.models.pipeline import Layers, Outputs
 
 _UNROLLED = 8  # so few layers run faster one by one than as a loop
-_LAYER_INPUT = "layer_input"
 EMBED_AXES = ("tensor", "fsdp")
 """The mesh axes that split the embedding where it enters `shard_map`; those of the output matrix
 are in the other order."""
@@ -125,7 +121,6 @@ def _run_layers(
         carry: tuple[Array, Any, Array | int], layers: Layers
     ) -> tuple[tuple[Array, Any, Array | int], Outputs]:
         x, cache, layer = carry
-        x = checkpoint_name(x, _LAYER_INPUT)
         outputs: list[dict[str, Array]] = []
         for i, (block, p) in enumerate(zip(stack.pattern, layers.weights, strict=True)):
             before = block.norms == "before"
@@ -165,7 +160,7 @@ def _run_layers(
         stacked = jax.tree.map(lambda *a: jnp.stack(a), *outputs) if outputs else None
         return (x, cache, layer + len(stack.pattern)), stacked
 
-    body = jax.checkpoint(repeat, policy=_kept(config)) if config.remat else repeat
+    body = jax.checkpoint(repeat) if config.remat else repeat
     if layers.count == 1:  # no loop: a cache may then hold an array for each layer
         once = jax.tree.map(lambda a: a[0], layers)
         (x, cache, _), stats = body((x, cache, layer), once)
@@ -177,21 +172,6 @@ def _run_layers(
         unroll=not config.remat and layers.count <= _UNROLLED,
     )
     return x, cache, stats
-
-
-def _kept(config: ModelConfig) -> Callable[..., Any] | None:
-    """What is kept of layers that are recomputed, besides their inputs: a policy of checkpoints."""
-    policies = jax.checkpoint_policies
-    if config.remat_policy == "attention":
-        return policies.save_only_these_names(OUT, LSE)
-    if config.remat_policy == "offload":
-        return policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=[_LAYER_INPUT],
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-    return None
 
 
 def _run_stage_layers(

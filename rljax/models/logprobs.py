@@ -220,11 +220,11 @@ def preceding(
     before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
     if prefix is None:
         return before, follows
-    # The last place of each segment, by its number; -1 for those that are not there.
-    rows, place = jnp.arange(segments.shape[0])[:, None], jnp.arange(segments.shape[1])
-    last_of = jnp.full((segments.shape[0], segments.shape[1] + 1), -1)
-    last_of = last_of.at[rows, segments].max(place, mode="drop")
-    ends = jnp.take_along_axis(last_of, prefix, axis=1, mode="clip")
+    # The last place of each segment, by its number.
+    rows, length = segments.shape
+    row, place = jnp.arange(rows)[:, None], jnp.arange(length, dtype=jnp.int32)
+    ends = jnp.full((rows, length + 1), -1).at[row, jnp.clip(segments, 0, length)].max(place)
+    ends = ends[row, jnp.clip(prefix, 0, length)]
     first = ~follows & (prefix > 0) & (ends >= 0)
     last = jnp.take_along_axis(hidden, jnp.maximum(ends, 0)[..., None], axis=1)
     return jnp.where(first[..., None], last, before), follows | first

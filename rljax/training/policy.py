@@ -114,7 +114,6 @@ def _computation(config: Config) -> dict[str, Any]:
     mesh = config.mesh
     return {
         "remat": config.model.remat,
-        "remat_policy": config.model.remat_policy,
         "attention_backend": mesh.attention_backend,
         "expert_dispatch": mesh.expert_dispatch,
         "expert_backend": mesh.expert_backend,
