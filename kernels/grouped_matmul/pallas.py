@@ -33,7 +33,13 @@ def run(
 
 @jax.custom_vjp
 def _multiply(x: Array, weights: Array, sizes: Array) -> Array:
-    return jax.lax.ragged_dot(x, weights, sizes)
+    return _rows(x, weights, sizes)
+
+
+def _rows(x: Array, weights: Array, sizes: Array) -> Array:
+    # A kernel that skips blocks without rows leaves there what lay in memory.
+    y = jax.lax.ragged_dot(x, weights, sizes)
+    return jnp.where((jnp.arange(x.shape[0]) < sizes.sum())[:, None], y, 0)
 
 
 def _forward(x: Array, weights: Array, sizes: Array) -> tuple[Array, tuple]:
@@ -42,7 +48,7 @@ def _forward(x: Array, weights: Array, sizes: Array) -> tuple[Array, tuple]:
 
 def _backward(saved: tuple, g: Array) -> tuple:
     x, weights, sizes = saved
-    dx = jax.lax.ragged_dot(g, weights.swapaxes(1, 2), sizes)
+    dx = _rows(g, weights.swapaxes(1, 2), sizes)
     dw = gradient_of_weights(x, g, sizes).astype(weights.dtype)
     return dx, dw, np.zeros(sizes.shape, jax.dtypes.float0)
 

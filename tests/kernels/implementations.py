@@ -36,6 +36,6 @@ def able(operation, name, asked):
             from tests.kernels import interpreter
 
             stack.enter_context(interpreter.interpreting())
-        # Kernels for TPU are interpreted by Pallas wherever programs are compiled for other devices.
+        # Pallas interprets kernels for TPU where programs are compiled for other devices.
         patch.setattr(registry, "platform_here", lambda: platform)
         yield
