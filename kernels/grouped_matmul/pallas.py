@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from rljax_kernels.pallas_tools import dot, interpreted, result, spread, vary_alike
+from rljax_kernels.pallas_tools import VMEM_BYTES, dot, interpreted, result, spread, vary_alike
 
 _ROWS, _SIDE = 512, 1024  # the most of a block: rows, and columns of either array
 
@@ -88,7 +88,7 @@ def gradient_of_weights(
         ),
         out_shape=result((e, d, f), x.dtype, x),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary")
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * m * d * f,
