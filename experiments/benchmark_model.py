@@ -6,6 +6,9 @@ row has one token: the logits, from layers held apart, as in decoding); `both` a
 their mean. Rows go through in micro-batches, whose gradients are added up. The results are compared
 too.
 
+A second table is of one long row: memory and time of its gradient, by its tokens
+(`experiments.long_rows` says how).
+
 torch runs with each number of threads and, for mixtures, with each of transformers' ways to
 compute experts; the fastest is reported. JAX uses all cores. The share of the peak is that of
 2 operations a token and parameter used forward, 6 for both (attention's own products are not
@@ -15,7 +18,8 @@ Command:
     python -m experiments.benchmark_model                      # JAX alone
     python -m experiments.benchmark_model --torch-python /path/to/python-with-torch-and-transformers
 
-Cost: about 6 minutes on 2 CPU cores, 2 without torch.
+Cost: about 12 minutes on 2 CPU cores for the first table, 5 without torch, and as much for the
+second, most of it the row of 16,384 tokens; 6 GB of memory.
 
 Expected: values agree to 1e-4; see experiments/README.md for the times.
 """
@@ -26,10 +30,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from experiments import long_rows
 from experiments.timing import HOW_TO_COMPARE, peer_half, timed
 
 
@@ -39,26 +44,34 @@ class Config:
 
     Attributes:
       models: Names of `rljax.models.PRESETS`.
+      tables: Which of the two to measure.
       shapes: Rows x tokens of a row.
       micro_batch: Rows computed at once, at most.
+      micro_batch_tokens: Their tokens, at most, but for a row of its own.
       repeats: Timed runs; the median and the fastest are reported.
       warm_up: Runs before them.
       threads: What torch tries.
       matmul_size: Side of the square matrices that tell the machine's peak.
       torch_python: A Python that has torch and transformers; None: this one, if it has torch.
       native: Whether rljax uses the kernels of `rljax_kernels.cpu`, where it has them.
+      lengths: Tokens of the long rows, of the first of the models.
+      run: Long rows up to this one are run; all are compiled.
       seed: Of the weights and tokens.
     """
 
     models: tuple[str, ...] = ("speed-s", "speed-m")
-    shapes: tuple[str, ...] = ("64x1", "8x192", "64x192")
+    tables: tuple[Literal["speed", "long-rows"], ...] = ("speed", "long-rows")
+    shapes: tuple[str, ...] = ("64x1", "8x192", "64x192", "8x2048")
     micro_batch: int = 8
+    micro_batch_tokens: int = 2048
     repeats: int = 3
     warm_up: int = 1
     threads: tuple[int, ...] = (1, 2)
     matmul_size: int = 2048
     torch_python: Path | None = None
     native: bool = True
+    lengths: tuple[int, ...] = long_rows.Config.lengths
+    run: int = long_rows.Config.run
     seed: int = 0
 
 
@@ -66,7 +79,8 @@ def batches(config: Config, shape: str, vocab_size: int) -> list[np.ndarray]:
     """Random tokens of a shape, cut into micro-batches; one-token rows go together."""
     rows, length = (int(n) for n in shape.split("x"))
     tokens = np.random.default_rng(config.seed).integers(0, vocab_size, (rows, length))
-    step = rows if length == 1 else min(config.micro_batch, rows)
+    fits = max(config.micro_batch_tokens // length, 1)
+    step = rows if length == 1 else min(config.micro_batch, fits, rows)
     return [tokens[i : i + step].astype(np.int32) for i in range(0, rows, step)]
 
 
@@ -231,13 +245,11 @@ def row(case: str, kind: str, ours: dict[str, Any], theirs: dict[str, Any] | Non
     return "| " + " | ".join([*cells, f"{mine['compile_s']:.1f}"]) + " |"
 
 
-def main(config: Config) -> None:
+def speed_table(config: Config, folder: str) -> dict[str, Any]:
     """Runs both halves and prints one line a measurement."""
-    with tempfile.TemporaryDirectory() as folder:
-        ours = run_jax(config, Path(folder))
-        theirs = peer_half(
-            "torch", config.torch_python, "experiments.benchmark_model", config, folder=folder
-        )
+    ours = run_jax(config, Path(folder))
+    module = "experiments.benchmark_model"
+    theirs = peer_half("torch", config.torch_python, module, config, folder=folder)
     print(f"float32 matmul of {config.matmul_size}: jax {ours['peak_gflops']:.0f} GFLOP/s")
     heads = ["case", "what", "jax ms", "median", "of peak"]
     if theirs is not None:
@@ -254,7 +266,36 @@ def main(config: Config) -> None:
                 np.testing.assert_allclose(mine["value"], want, rtol=1e-4, atol=1e-4)
     if theirs is None:
         print(HOW_TO_COMPARE["torch"])
-    print(json.dumps({"jax": ours, "torch": theirs}))
+    return {"jax": ours, "torch": theirs}
+
+
+def long_rows_table(config: Config, folder: str) -> list[dict[str, Any]]:
+    """Measures and prints the table of long rows."""
+    import jax
+
+    from rljax import models
+
+    name = config.models[0]
+    model = models.PRESETS[name]()
+    params = models.init(jax.random.key(config.seed), model)
+    models.save_pretrained(Path(folder) / name, model, params)
+    wanted = long_rows.Config(
+        name, config.lengths, config.run, torch_python=config.torch_python, seed=config.seed
+    )
+    found = long_rows.measure(wanted, str(Path(folder) / name))
+    print("\n".join(["", f"the gradient of one row of {name}", "", *long_rows.table(found)]))
+    return found
+
+
+def main(config: Config) -> None:
+    """Measures and prints the tables."""
+    with tempfile.TemporaryDirectory() as folder:
+        found: dict[str, Any] = {}
+        if "speed" in config.tables:
+            found = speed_table(config, folder)
+        if "long-rows" in config.tables:
+            found["long_rows"] = long_rows_table(config, folder)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

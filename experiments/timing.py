@@ -18,6 +18,8 @@ HOW_TO_COMPARE = {
     "(pip install torch transformers --extra-index-url https://download.pytorch.org/whl/cpu)",
     "vllm": "no vllm here: give --vllm-python a Python that has its CPU build "
     "(experiments/README.md says how to install it)",
+    "trl": "no trl here: give --trl-python a Python that has it (pip install trl)",
+    "tunix": "no tunix here: give --tunix-python a Python that has it (pip install google-tunix)",
 }
 """What to say where a library is missing."""
 
@@ -40,13 +42,13 @@ def spelt(times: dict[str, Any]) -> str:
 
 
 def peer_half(
-    library: Literal["torch", "vllm"],
+    library: Literal["jax", "torch", "vllm", "trl", "tunix"],
     python: Path | None,
     module: str,
     config: Any,
     **arguments: Any,
 ) -> Any:
-    """What a benchmark's `run_torch` or `run_vllm` gives, through JSON.
+    """What a benchmark's `run_<library>` gives, through JSON.
 
     Args:
       library: The peer.

@@ -19,6 +19,7 @@ KEYS_GRADIENT = triton_tools.Kernel(
 )
 
 FAR = 1 << 30
+BUSY = 528  # programs: four for each multiprocessor of an H100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +92,19 @@ def block_sizes(kernel: triton_tools.Kernel, dtype: Any, width: int, capability:
     else:
         sizes = _HALF if capability in (80, 90, 100, 103) else _HALF_SMALL
     return next(Blocks(*cut) for widest, cut in sizes[kernel].items() if width <= widest)
+
+
+def parts(programs: int, group: int) -> int:
+    """Into how many parts to cut the gradient of keys by the heads of queries that read them.
+
+    As few as keep a large GPU busy: the programs of a row's first keys have the most to do.
+
+    Args:
+      programs: Blocks of keys, in all rows and heads.
+      group: Heads of queries for each head of keys.
+    """
+    enough = (p for p in range(1, group) if group % p == 0 and programs * p >= BUSY)
+    return next(enough, group)
 
 
 def fields(tokens: Tokens) -> Int[Array, "B 4 T"]:

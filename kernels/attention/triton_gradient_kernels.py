@@ -2,8 +2,8 @@
 
 The probabilities are worked out anew from the scores and the softmax's logarithm; `delta` is the
 sum of output times its gradient (FlashAttention-2, section 3.1). Nothing is added by atomics: a
-program owns a block of queries, or a block of keys and one head of theirs, so runs repeat to the
-bit.
+program owns a block of queries, or a block of keys and a head of theirs with some of the queries'
+heads that read it, so runs repeat to the bit.
 """
 
 import triton
@@ -112,13 +112,17 @@ def keys_gradient(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     MAIN: tl.constexpr, REST: tl.constexpr, DV_PADDED: tl.constexpr, SCALE: tl.constexpr,
     WINDOW: tl.constexpr, PREFIX: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a block of keys and values, one head; scores are [keys, queries]."""
+    """The gradients of a block of keys and values, one head; scores are [keys, queries].
+
+    The outputs are [PARTS, B, S, K, width]: each part is of some of the queries' heads.
+    """
     q_blocks, k_blocks = tl.cdiv(queries, BLOCK_Q), tl.num_programs(0)
     j = tl.program_id(0)  # those that are seen most first
-    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    group: tl.constexpr = HEADS // KV_HEADS
+    head, part = tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS
+    row = tl.program_id(2).to(tl.int64)
+    group: tl.constexpr = HEADS // KV_HEADS // PARTS
     at, left = (row * keys + j * BLOCK_K) * KV_HEADS + head, keys - j * BLOCK_K
     q_tokens += row * 4 * queries
     first, last, all_first, all_last = query_range(
@@ -140,7 +144,7 @@ def keys_gradient(
     blocks = tl.maximum(last - first, 1)  # the compiler may divide by it where there are none
     for n in range(0, tl.maximum(last - first, 0) * group):
         i = first + n % blocks
-        q_head = head * group + n // blocks
+        q_head = (head * PARTS + part) * group + n // blocks
         q_left = queries - i * BLOCK_Q
         q_at = (row * queries + i * BLOCK_Q) * HEADS + q_head
         line = (row * HEADS + q_head) * queries + i * BLOCK_Q
@@ -170,6 +174,7 @@ def keys_gradient(
         if REST > 0:
             dk_rest = tl.dot(d_scores, q_rest, dk_rest, input_precision=PRECISION)
     scale: tl.constexpr = SCALE * 0.6931471805599453
+    at += part * tl.num_programs(2) * (row * 0 + keys) * KV_HEADS
     store_tile(dv + at * DV, left, d_values, KV_HEADS * DV, 0, DV_PADDED, DV, BLOCK_K)
     store_tile(dk + at * D, left, dk_main * scale, KV_HEADS * D, 0, MAIN, D, BLOCK_K)
     if REST > 0:

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-from rljax_kernels import cpu
-from rljax_kernels.grouped_matmul import blocks, megablox, pallas, reference
+from rljax_kernels import cpu, triton_tools
+from rljax_kernels.grouped_matmul import blocks, megablox, pallas, reference, triton
 from rljax_kernels.grouped_matmul.blocks import Dot, Stage
 from rljax_kernels.grouped_matmul.layout import RowLayout, group_of, row_layout
 from rljax_kernels.registry import PLATFORMS, Implementation, Operation
@@ -88,6 +88,14 @@ OPERATION = Operation(
             source="JAX's megablox, jax.experimental.pallas.ops.tpu.megablox",
         ),
         Implementation("blocks", PLATFORMS, blocks.run, defers=_off_cpu, source="plain JAX"),
+        Implementation(
+            "triton",
+            ("gpu",),
+            triton.run,
+            triton.refuses,
+            triton_tools.missing,
+            source="our own kernels, after MegaBlocks (Gale et al. 2022)",
+        ),
         Implementation("ragged", PLATFORMS, _ragged, source="XLA, jax.lax.ragged_dot"),
         Implementation("reference", PLATFORMS, reference.run, source="plain JAX"),
     ),

@@ -11,7 +11,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-from rljax_kernels.logprobs import chunked, pallas_tpu, reference
+from rljax_kernels import triton_tools
+from rljax_kernels.logprobs import chunked, pallas_tpu, reference, triton
 from rljax_kernels.logprobs.statistics import Options, Statistics, merged
 from rljax_kernels.registry import PLATFORMS, Implementation, Operation
 
@@ -44,6 +45,15 @@ class Asked:
 OPERATION = Operation(
     "logprobs",
     (
+        Implementation(
+            "triton",
+            ("gpu",),
+            triton.run,
+            triton.refuses,
+            triton_tools.missing,
+            triton.defers,
+            source="our own kernels",
+        ),
         Implementation(
             "pallas",
             ("tpu",),

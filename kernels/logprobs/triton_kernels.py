@@ -43,7 +43,7 @@ def logits(
 
 @triton.jit
 def statistics(
-    hidden, matrix, ids, temperature, first, picked, top, total, weighted, tokens,
+    hidden, matrix, ids, temperature, first, tokens, picked, top, total, weighted,
     D: tl.constexpr, V: tl.constexpr, STRIDE_D: tl.constexpr, STRIDE_V: tl.constexpr,
     NUM_TOKENS: tl.constexpr, PART: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
@@ -86,19 +86,20 @@ def statistics(
 
 @triton.jit
 def slopes(
-    hidden, matrix, ids, lse, constant, slope, picked, temperature, first, begin, out, tokens,
+    hidden, matrix, ids, lse, constant, slope, picked, temperature, first, begin, tokens, out,
     D: tl.constexpr, V: tl.constexpr, STRIDE_D: tl.constexpr, STRIDE_V: tl.constexpr,
     NUM_TOKENS: tl.constexpr, PART: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the products of hidden states and PART columns of the matrix, from `begin` [1].
 
-    Of a logit z of probability p it is p (constant + slope z), and `picked` more for the token's own
-    id, over the temperature. Tiles of tokens that follow each other read the same columns.
+    That is a multiple of 16. Of a logit z of probability p it is p (constant + slope z), and for
+    the token's own id `picked` more, over the temperature. Tiles of tokens that follow each other
+    read the same columns.
     """
     row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     within = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    start = tl.load(begin)
+    start = tl.multiple_of(tl.load(begin), 16)
     column = start + within
     last = tl.minimum(start + PART, V)
     inverse = 1.0 / tl.load(temperature)

@@ -161,13 +161,14 @@ def _attend_finite(
 ) -> Array:
     """Attention of one device in which what is not finite spoils its own sequence and no other."""
     # 0 · NaN is NaN: masked values must be finite, or they leak into their neighbours' values and
-    # gradients. What is not finite is replaced by 0, and its own sequence's output by NaN.
+    # gradients. Tokens with what is not finite get 0, and their own sequence's output NaN.
     q, k, v, tokens, sinks = vary_alike((q, k, v, tokens, sinks))
     axis = "context" if varies(k, "context") else None
-    fine_q, fine_k, fine_v = (jnp.isfinite(x) for x in (q, k, v))
-    fine_key = fine_k.all((2, 3)) & fine_v.all((2, 3))
-    broken = ~fine_q.all((2, 3)) | _spoilt(~fine_key, tokens, axis)
-    q, k, v = (jnp.where(f, x, 0) for f, x in ((fine_q, q), (fine_k, k), (fine_v, v)))
+    fine_query = jnp.isfinite(q).all((2, 3))
+    fine_key = jnp.isfinite(k).all((2, 3)) & jnp.isfinite(v).all((2, 3))
+    broken = ~fine_query | _spoilt(~fine_key, tokens, axis)
+    fine = ((q, fine_query), (k, fine_key), (v, fine_key))
+    q, k, v = (jnp.where(f[..., None, None], x, 0) for x, f in fine)
     keys, options = tokens, {"window": window, "sinks": sinks}
     if axis is not None and backend not in ("auto", *kernels.RINGS):
         # It needs all keys of a row on one device.

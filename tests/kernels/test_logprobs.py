@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from rljax_kernels import logprobs
-from rljax_kernels.logprobs import Statistics
+from rljax_kernels.logprobs import Statistics, triton
 
 from tests.kernels.implementations import able, others
 
@@ -81,10 +81,19 @@ def asked(case, dtype):
     return logprobs.Asked(jnp.dtype(dtype).name, N, D, V, picks, tied, num_tokens)
 
 
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Several tiles, parts of the vocabulary, and slices of its gradients, the last one smaller."""
+    monkeypatch.setattr(triton, "_cut", lambda dtype: triton.Blocks(16, 16, 16, 4, 1))
+    monkeypatch.setattr(triton, "PROGRAMS", 6)
+    monkeypatch.setattr(triton, "SLICE_BYTES", 0)
+    monkeypatch.setattr(triton, "LEAST_SLICE", 32)
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", others(logprobs.OPERATION))
-def test_equals_the_reference_in_values_and_gradients(backend, dtype, case):
+def test_equals_the_reference_in_values_and_gradients(small_blocks, backend, dtype, case):
     with able(logprobs.OPERATION, backend, asked(case, dtype)):
         got = value_and_gradients(backend, case, dtype)
     assert_close(got, value_and_gradients("reference", case, dtype), dtype)

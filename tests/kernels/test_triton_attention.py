@@ -103,6 +103,7 @@ def values_and_gradients(run, case, dtype=None):
 CASES = {
     "all": Case(window=9, sinks=True, prefix=True),
     "float16": Case("float16", window=5),
+    "parts of groups": Case(heads=(6, 1), length=20, sinks=True),
     "one block": Case(blocks=(64, 64), prefix=True),
     "wide blocks of queries": Case(blocks=(32, 16), length=70, window=20, numbers=(2, 9, 1)),
     "wide blocks of keys": Case(blocks=(16, 32), length=70, prefix=True, numbers=(7, 3, 5)),
@@ -228,7 +229,7 @@ def test_kernels_compile_for_hopper_with_next_to_no_spills(name):
 def test_kernels_compile_for_gpus_with_little_shared_memory():
     compiled = triton_tools.report([example("attention 192/128")], capability=89)
     assert max(c.shared_memory for c in compiled) <= 99 * 1024
-    assert max(c.spills for c in compiled) <= 32
+    assert max(c.spills for c in compiled) <= 64
 
 
 def test_gradients_are_exported_for_cuda_without_a_gpu():

@@ -62,7 +62,12 @@ def test_benchmark_losses(capsys):
 def test_benchmark_model(capsys):
     benchmark = importlib.import_module("experiments.benchmark_model")
     config = benchmark.Config(
-        models=("tiny-moe",), shapes=("4x1", "4x6"), micro_batch=2, repeats=2, matmul_size=32
+        models=("tiny-moe",),
+        tables=("speed",),
+        shapes=("4x1", "4x6"),
+        micro_batch=2,
+        repeats=2,
+        matmul_size=32,
     )
     benchmark.main(config)
     found = printed(capsys)

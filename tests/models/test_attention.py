@@ -1,5 +1,7 @@
 """Attention: what a query sees, and what must not leak into it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -129,3 +131,16 @@ def test_a_backend_that_cannot_be_used_is_refused_in_one_line():
     for implementation in tpu:
         with pytest.raises(errors.InputError, match=for_tpu):
             attend_with_gradients(arrays(), None, backend=implementation.name)
+
+
+@pytest.mark.parametrize("tokens", [2048, 8192])
+def test_temporaries_of_a_model_s_gradient_are_linear_in_the_tokens(tokens):
+    config = dataclasses.replace(models.PRESETS["speed-s"](), remat=True)
+
+    def loss(params, tokens):
+        return models.token_logprobs(params, config, tokens)[0].sum()
+
+    row = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+    step = jax.jit(jax.grad(loss)).lower(models.abstract(config), row).compile()
+    temporaries = step.memory_analysis().temp_size_in_bytes
+    assert temporaries < 0.5e9 + 0.1e9 * tokens / 1024
