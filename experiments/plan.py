@@ -33,8 +33,9 @@ class Flags:
     """Sizes of mesh axes, such as fsdp=64,expert=16; empty: all chips on fsdp."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of activations and matmul inputs."""
-    remat: bool = True
-    """Recompute each layer's activations in the backward pass."""
+    remat: Literal["none", "layer", "attention", "offload"] = "layer"
+    """What the backward pass recomputes: nothing, layers, layers but their attention, or layers
+    whose inputs wait in the host's memory."""
     expert_dispatch: Literal["all_gather", "all_to_all"] | None = None
     """How tokens reach experts of other devices; unset: whichever sends fewer bytes."""
     pipeline_repeats: int = 1

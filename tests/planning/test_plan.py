@@ -22,7 +22,7 @@ CONFIG = models.decoder(
     num_experts=4,
     tie_embeddings=False,
     dtype="bfloat16",
-    remat=True,
+    remat="layer",
 )
 WORK = planning.Work(
     prompts_per_step=4,
