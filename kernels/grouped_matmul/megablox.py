@@ -86,7 +86,7 @@ def _rows(x: Array, weights: Array, sizes: Array, transposed: bool) -> Array:
 
 
 def _tiles(x: Array, inner: int, outer: int) -> tuple[int, int, int]:
-    """Rows, inner and outer columns of a block: such as fit in what the library's kernels may use."""
+    """Rows, inner and outer columns of a block: such as fit in what these kernels may use."""
     side = _SIDE * 2 // x.dtype.itemsize
 
     def fit(size: int, most: int, multiple: int) -> int:
