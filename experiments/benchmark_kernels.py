@@ -212,7 +212,7 @@ def compiled(program: Any) -> Any:
 
 
 def one_line(error: Exception) -> str:
-    """An error's kind and the beginning of what it says."""
+    """An error's kind and the beginning of its message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 

@@ -78,10 +78,10 @@ def run_engine(config: Config, model: Any, params: Any) -> dict[str, Any]:
 
 def uses_kernels(config: Config, model: Any) -> bool:
     """Whether the engine decodes with the kernels for CPUs."""
-    from rljax.sampling.config import ProgramConfig
+    from rljax.sampling.config import EngineConfig
     from rljax.sampling.kernels import choose
 
-    return choose(model, None, ProgramConfig(kernels=config.kernels)).native
+    return choose(model, None, EngineConfig.from_options(kernels=config.kernels)).native
 
 
 def step_seconds(config: Config, model: Any, params: Any, rows: int, sampled: bool = True) -> float:

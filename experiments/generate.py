@@ -65,12 +65,14 @@ class Config:
     """Changes to how weights lie on the mesh, such as experts=fsdp+expert."""
     slots: int = 64
     """Sequences decoded at once."""
-    page_size: int = 16
-    """Tokens of a page of the KV cache."""
+    page_size: int = 0
+    """Tokens of a page of the KV cache; 0: 128 on TPU, where kernels need it, 16 elsewhere."""
     num_pages: int = 0
     """Pages of the KV cache; 0: enough for all slots at full length."""
-    kernels: Literal["auto", "native", "off"] = "auto"
-    """C++ kernels, on one CPU in float32: where possible (auto), else refused (native), or off."""
+    kernels: Literal["auto", "off", "native", "triton", "pallas", "blocked", "reference"] = "auto"
+    """What decoding is computed by. native: C++ kernels, on one CPU in float32. triton, pallas:
+    kernels for GPU and TPU that read the KV cache in place. blocked, reference: the same in plain
+    JAX. off: XLA alone. auto: the fastest that is possible."""
 
 
 def generate(config: Config) -> dict[str, Any]:
@@ -158,7 +160,7 @@ def _engine(config: Config, path: Path, tokenizer: Any, longest_prompt: int) -> 
         model,
         mesh,
         slots=config.slots,
-        page_size=config.page_size,
+        page_size=config.page_size or None,
         num_pages=config.num_pages or None,
         kernels=config.kernels,
         max_length=longest_prompt + config.max_tokens,

@@ -110,12 +110,18 @@ def main() -> int:
             print(f"{planned.sharding}\n")
         print(planned, flush=True)
         if flags.compile:
-            from rljax.planning.compile import Comparison, compile_decode, compile_update
+            from rljax.planning import compile as programs
+            from rljax.planning.comparison import Comparison
 
             mesh = meshes.make(devices=topology.devices(), **sizes)
-            compiled = compile_update(config, mesh, work, rules[0], on_host)
-            print(f"\n{Comparison(planned, compiled)}", flush=True)
-            print(f"\n{Comparison(planned, compile_decode(config, mesh, work, rules[1]))}")
+            given = config, mesh, work
+            for compiled in (
+                programs.compile_update(*given, rules[0], on_host),
+                programs.compile_score(*given, rules[0]),
+                programs.compile_prefill(*given, rules[1]),
+                programs.compile_decode(*given, rules[1]),
+            ):
+                print(f"\n{Comparison(planned, compiled)}", flush=True)
     except RljaxError as error:
         return fail(error)
     return 0

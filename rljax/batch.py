@@ -4,7 +4,6 @@ B counts responses, T tokens, R rows of the device. Every per-token field is ali
 `tokens`: entry t speaks of the token at t given those before it.
 """
 
-import bisect
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.errors import InputError
+from rljax.packing import Layout, Lengths, fill, lay_out
 
 _TOKEN, _RESPONSE = ("B", "T"), ("B",)
 
@@ -49,7 +49,7 @@ _ROWS_FIELDS: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(("advantages", "weights", "token_weights", "correction"), (_ROW, "number")),
     **dict.fromkeys(("old_logp", "rollout_logp", "ref_logp", "teacher_logp"), (_ROW, "number")),
     **dict.fromkeys(("values", "returns", "old_entropy"), (_ROW, "number")),
-    "prefix": (_ROW, "int"),
+    **dict.fromkeys(("prefix", "copies"), (_ROW, "int")),
     "routing": (("R", "T", "layers", "k"), "int"),
     "support": (("R", "T", "S"), "int"),
 }
@@ -164,6 +164,8 @@ class Rows(struct.PyTreeNode):
       segments: 0 on padding, else the number of the response within its row, from 1.
       prefix: The segment that a position sees besides its own, where a prompt is shared; 0 for
         none. None: nowhere.
+      copies: The responses that a position belongs to, 0 for padding: several for a shared prompt,
+        which counts so often in the statistics of routers. None: one.
       sequence: The response each position belongs to, -1 for none.
       group: The prompt each position belongs to (0 .. B-1, in the order of the batch's group
         numbers), -1 for none.
@@ -208,6 +210,7 @@ class Rows(struct.PyTreeNode):
     routing: Int[Array, "R T layers k"] | None = None
     support: Int[Array, "R T S"] | None = None
     prefix: Int[Array, "R T"] | None = None
+    copies: Int[Array, "R T"] | None = None
     batch_stats: tuple[Bool[Array, "R T"], ...] = ()
     max_segments: int = struct.field(pytree_node=False, default=1)
     context_axis: str | None = struct.field(pytree_node=False, default=None)
@@ -242,7 +245,12 @@ class Rows(struct.PyTreeNode):
         return jax.tree.map(lambda leaf: leaf[index], self)
 
     def pack(
-        self, row_length: int, num_rows: int | None = None, max_segments: int | None = None
+        self,
+        row_length: int,
+        num_rows: int | None = None,
+        max_segments: int | None = None,
+        *,
+        group_size: int = 1,
     ) -> "Rows":
         """Lays several responses into each row, longest first into the fullest row that it fits in.
 
@@ -251,8 +259,11 @@ class Rows(struct.PyTreeNode):
         Args:
           row_length: Tokens in a packed row.
           num_rows: Rows to give back, so that shapes do not vary; None: as many as needed.
-          max_segments: The static bound on responses in a row; None: the next power of two of
-            what occurs. Fix it, with num_rows, to keep one compiled shape.
+          max_segments: The static bound on segments of a row: responses, and prompts where they are
+            shared; None: the next power of two of what occurs. Fix it, with num_rows, to keep one
+            compiled shape.
+          group_size: Above 1, so many consecutive responses share a prompt: it is laid out once in
+            each row that holds any of them, and whole groups stay together where they fit.
 
         Returns:
           The same tokens with the same per-token fields, as packed Rows.
@@ -263,67 +274,55 @@ class Rows(struct.PyTreeNode):
         """
         if self.packed:
             raise InputError("rows are packed already: pack the rows that prepare gave")
-        present = np.asarray(self.segments) > 0
-        columns = np.arange(present.shape[1])
-        lengths = np.where(present.any(1), np.where(present, columns, -1).max(1) + 1, 0)
-        if lengths.max(initial=0) > row_length:
-            raise InputError(
-                f"row_length must hold the longest response, got {row_length} for "
-                f"{lengths.max()} tokens: raise row_length"
-            )
-        bins = _best_fit(lengths, row_length)
-        most = max((len(members) for members in bins), default=1)
-        total = len(bins) if num_rows is None else num_rows
+        lengths = self._lengths(group_size)
+        bins = fill(lengths, row_length)
+        assert bins is not None  # without a bound on their number
+        most = bins.most
+        total = len(bins.rows) if num_rows is None else num_rows
         bound = max(2, 1 << (most - 1).bit_length()) if max_segments is None else max_segments
-        if len(bins) > total or most > bound or bound < 2:
+        if len(bins.rows) > total or most > bound or bound < 2:
             raise InputError(
-                f"packing needs {len(bins)} rows of up to {most} responses, got "
+                f"packing needs {len(bins.rows)} rows of up to {most} responses, got "
                 f"num_rows={num_rows}, max_segments={max_segments}: raise them "
                 "(max_segments is at least 2)"
             )
-        source_row = np.zeros((total, row_length), np.int32)
-        source_column = np.zeros((total, row_length), np.int32)
-        segments = np.zeros((total, row_length), np.int32)
-        for row, members in enumerate(bins):
-            start = 0
-            for number, member in enumerate(members, start=1):
-                span = slice(start, start + lengths[member])
-                source_row[row, span] = member
-                source_column[row, span] = columns[: lengths[member]]
-                segments[row, span] = number
-                start += lengths[member]
-        filled = segments > 0
+        return self.lay_out(lay_out(bins, lengths, (total, row_length), bound))
 
-        def gather(leaf: Array, empty: float = 0) -> Array:
-            taken = jnp.asarray(leaf)[source_row, source_column]
-            shape = filled.shape + (1,) * (taken.ndim - 2)
-            return jnp.where(filled.reshape(shape), taken, jnp.asarray(empty, taken.dtype))
+    def _lengths(self, group_size: int) -> Lengths:
+        """The lengths of unpacked rows, on the host; a response begins at its first own token."""
+        present, mask = np.asarray(self.segments) > 0, np.asarray(self.mask)
+        if present.shape[0] % group_size:
+            raise InputError(
+                f"group_size={group_size} does not divide {len(present)} rows: give whole groups"
+            )
+        columns = np.arange(1, present.shape[1] + 1)
+        totals = np.where(present, columns, 0).max(1)
+        prompts = np.where(mask.any(1), mask.argmax(1), totals)
+        return Lengths(prompts, totals, group_size)
 
-        packed = jax.tree.map(gather, self)
-        return packed.replace(
-            segments=jnp.asarray(segments),
-            sequence=gather(self.sequence, -1),
-            group=gather(self.group, -1),
-            routing=None if self.routing is None else gather(self.routing, -1),
-            support=None if self.support is None else gather(self.support, -1),
-            max_segments=bound,
+    def lay_out(self, layout: Layout) -> "Rows":
+        """Lays unpacked rows out as planned; jit-compatible.
+
+        Args:
+          layout: The plan, made of their lengths.
+
+        Returns:
+          The same tokens with the same per-token fields, as packed Rows.
+        """
+        places = layout.places()
+        own = {"sequence": -1, "group": -1, "keep": False, "support": -1}
+        laid = {
+            name: places.take(value, empty, prompts=False)
+            for name, empty in own.items()
+            if (value := getattr(self, name)) is not None
+        }
+        if self.routing is not None:
+            laid["routing"] = places.take(self.routing, -1)
+        rest = self.replace(**dict.fromkeys(laid))
+        return jax.tree.map(places.take, rest).replace(
+            **laid,
+            segments=places.segments,
+            prefix=places.prefix,
+            copies=places.copies,
+            max_segments=layout.max_segments,
         )
-
-
-def _best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Best-fit decreasing: each response into the fullest row that it still fits in."""
-    bins: list[list[int]] = []
-    free_bins: list[tuple[int, int]] = []  # (free tokens, bin), sorted
-    for member in np.argsort(-lengths, kind="stable"):
-        length = int(lengths[member])
-        if length == 0:
-            continue
-        place = bisect.bisect_left(free_bins, (length, -1))
-        if place == len(free_bins):
-            free, chosen = capacity, len(bins)
-            bins.append([])
-        else:
-            free, chosen = free_bins.pop(place)
-        bins[chosen].append(int(member))
-        bisect.insort(free_bins, (free - length, chosen))
-    return bins

@@ -109,6 +109,16 @@ class Config:
         for name in ("mini_batch_size", "micro_batch_size"):
             if values[name] < 0:
                 raise InputError(f"{name}={values[name]} must be 0 (all) or more responses")
+        if self.sampler.page_size < 0:
+            raise InputError(
+                f"page_size={self.sampler.page_size} must be 0 (what suits the devices) or more "
+                "tokens"
+            )
+        if self.update.micro_batch_tokens < 0:
+            raise InputError(
+                f"micro_batch_tokens={self.update.micro_batch_tokens} must be 0 (as many as "
+                "micro_batch_size responses have at most) or more tokens"
+            )
 
     def _check_objective(self) -> None:
         objective = self.objective.objective
@@ -142,5 +152,5 @@ class Config:
 _AT_LEAST_ONE = (
     "pipeline_repeats", "pipeline_rows", "max_support", "prompts_per_step", "num_generations",
     "max_completion_length", "max_prompt_length", "num_iterations", "steps", "save_every",
-    "max_oversampling", "slots", "page_size", "decode_chunk",
+    "max_oversampling", "slots", "decode_chunk",
 )  # fmt: skip

@@ -142,8 +142,8 @@ class SamplerSettings:
 
     slots: int = 64
     """Sequences decoded at once."""
-    page_size: int = 16
-    """Tokens of a page of the KV cache."""
+    page_size: int = 0
+    """Tokens of a page of the KV cache; 0: 128 on TPU, where kernels need it, 16 elsewhere."""
     num_pages: int = 0
     """Pages of the KV cache; 0: enough for all slots at full length."""
     decode_chunk: int = 16
@@ -151,9 +151,13 @@ class SamplerSettings:
     max_support: int = 64
     """With top_p, top_k or min_p: the most tokens that are kept to draw from. The trainer scores
     each token among the same tokens."""
-    rollout_kernels: Literal["auto", "native", "off"] = "auto"
-    """Whether decoding uses C++ kernels, compiled at first use: on one CPU in float32 up to twice
-    as fast. auto: where that is possible."""
+    rollout_kernels: Literal[
+        "auto", "off", "native", "triton", "pallas", "blocked", "reference"
+    ] = "auto"
+    """What decoding is computed by. native: C++ kernels, compiled at first use: on one CPU in
+    float32 up to twice as fast. triton, pallas: kernels for GPU and TPU that read the KV cache in
+    place. blocked, reference: the same in plain JAX. off: XLA alone. auto: the fastest that is
+    possible."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,11 +259,17 @@ class UpdateSettings:
     mini_batch_size: int = 0
     """Responses of one optimizer step; 0: the whole rollout batch."""
     micro_batch_size: int = 8
-    """At most so many responses per device at a time; memory only, never changes a result. 0: all
-    at once."""
+    """At most so many responses per device at a time, or, packed, as many tokens as so many of the
+    longest; memory only, never changes a result. 0: all at once."""
+    packing: Literal["auto", "never"] = "auto"
+    """auto: responses are packed into rows of a few lengths, in scoring and updates, so that little
+    is computed for padding; never: one response a row. Never changes a result."""
+    micro_batch_tokens: int = 0
+    """Packed: tokens of a micro-batch on each device at most, but for a response that is longer;
+    0: micro_batch_size times the longest row. Never changes a result."""
     share_prompts: Literal["auto", "never"] = "auto"
-    """auto: a group's prompt is computed once in the update, where that means fewer tokens and
-    rows of at most 2,048 tokens; never changes a result."""
+    """auto: in packed rows a group's prompt is computed once, where that costs less, attention's
+    scores counted; never changes a result."""
     router_bias_update_rate: float = 0.0
     """Step by which the routers' correction biases (DeepSeek-V3) follow the load after each update;
     0: they do not change (published: 1e-3)."""

@@ -6,7 +6,8 @@ from experiments import draw_packages as packages
 
 ORDER = (
     ("errors", "settings"),
-    ("batch", "config"),
+    ("config", "packing"),
+    ("batch",),
     ("presets",),
     ("processes",),
     ("mesh",),

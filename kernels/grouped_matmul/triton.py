@@ -68,10 +68,10 @@ def _multiply(x: Array, weights: Array, sizes: Array, transposed: bool) -> Float
     tiles = _tiles(sizes, rows, cut.rows)
     launch = triton_tools.Launch(
         MULTIPLY,
-        (-(-outer // cut.columns), tiles[0].shape[0]),
+        (-(-outer // cut.columns) * tiles[0].shape[0],),
         (jax.ShapeDtypeStruct((rows, outer), x.dtype),),
         {
-            "ROWS": rows,
+            "TILES": tiles[0].shape[0],
             "INNER": inner,
             "OUTER": outer,
             "GROUPS": groups,
@@ -80,6 +80,7 @@ def _multiply(x: Array, weights: Array, sizes: Array, transposed: bool) -> Float
             "BLOCK_M": cut.rows,
             "BLOCK_N": cut.columns,
             "BLOCK_K": cut.terms,
+            "TOGETHER": 8,
             "PRECISION": _precision(x.dtype),
         },
         warps=cut.warps,

@@ -1,7 +1,7 @@
 """Triton kernels of grouped products: of rows, and of the gradients of matrices.
 
-`multiply` works through a list of tiles of rows, each of one group, so that no row meets the matrix
-of another group (after Gale et al. 2022, MegaBlocks). `gradient` goes through the rows of one group.
+`multiply` works through a list of tiles of rows, each of one group, so that no row meets another
+group's matrix (after Gale et al. 2022, MegaBlocks). `gradient` goes through the rows of one group.
 """
 
 import triton
@@ -11,20 +11,25 @@ import triton.language as tl
 @triton.jit
 def multiply(
     x, weights, group, first, stop, out,
-    ROWS: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr, GROUPS: tl.constexpr,
+    TILES: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr, GROUPS: tl.constexpr,
     STRIDE_INNER: tl.constexpr, STRIDE_OUTER: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows times BLOCK_N columns of their group's matrix, read by strides.
 
     Tile t has rows [first[t], min(first[t] + BLOCK_M, stop[t])) of group[t]. Rows of group GROUPS
-    have no matrix: their result is 0.
+    have no matrix: their result is 0. TOGETHER tiles go through the columns side by side, so that
+    caches serve both what they share of the matrix and of the rows.
     """
-    tile = tl.program_id(1)
+    columns: tl.constexpr = (OUTER + BLOCK_N - 1) // BLOCK_N
+    bunch = tl.program_id(0) // (TOGETHER * columns)
+    within = tl.program_id(0) % (TOGETHER * columns)
+    size = tl.minimum(TILES - bunch * TOGETHER, TOGETHER)
+    tile = bunch * TOGETHER + within % size
     e = tl.load(group + tile)
     row = tl.load(first + tile) + tl.arange(0, BLOCK_M)
     end = tl.load(stop + tile)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = within // size * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     inside = (row < end)[:, None]
     at_x = x + row.to(tl.int64)[:, None] * INNER + k[None, :]
@@ -50,7 +55,7 @@ def gradient(
     INNER: tl.constexpr, OUTER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M, BLOCK_N] of the product of a group's rows of x, transposed, and of g; 0 without any.
+    """A tile of the product of a group's rows of x, transposed, and its rows of g; 0 without any.
 
     The rows of group e are [starts[e], starts[e + 1]).
     """

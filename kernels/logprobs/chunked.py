@@ -60,8 +60,7 @@ def _backward(options: Options, saved: tuple, g: Statistics) -> tuple:
             slope = slope.at[rows, jnp.where(place < 0, size, place)].add(picked, mode="drop")
         slope = (slope / temperature).astype(hidden.dtype)
         dh = _dot(slope, weights, 1, 0 if options.tied else 1)
-        dw = _dot(slope, hidden, 0, 0) if options.tied else _dot(hidden, slope, 0, 0)
-        return dh.astype(hidden.dtype), dw
+        return dh.astype(hidden.dtype), _dot(hidden, slope, 0, 0)
 
     arrays = (hidden, place, found.lse, *slopes(found, g), g.picked)
     pieces = _cut(arrays, options.chunk)
@@ -71,11 +70,12 @@ def _backward(options: Options, saved: tuple, g: Statistics) -> tuple:
             dh, dw = part(*piece)
             return total + dw, dh
 
-        zeros = vary_as((arrays, matrix), jnp.zeros(matrix.shape, jnp.float32))
+        zeros = vary_as((arrays, matrix), jnp.zeros((hidden.shape[1], size), jnp.float32))
         dw, dh = jax.lax.scan(add, zeros, pieces)
         dh = _join(dh, len(hidden))
     else:
         dh, dw = part(*arrays)
+    dw = dw.T if options.tied else dw  # XLA on CPU is slower at the product that needs no turning
     none = [np.zeros(x.shape, jax.dtypes.float0) for x in (ids, first)]
     return dh, dw.astype(matrix.dtype), none[0], jnp.zeros_like(temperature), none[1]
 

@@ -93,8 +93,9 @@ def slopes(
 ):  # fmt: skip
     """Gradients of the products of hidden states and PART columns of the matrix, from `begin` [1].
 
-    That is a multiple of 16. Of a logit z of probability p it is p (constant + slope z), and for the token's own id `picked`
-    more, over the temperature. Tiles of tokens that follow each other read the same columns.
+    That is a multiple of 16. Of a logit z of probability p it is p (constant + slope z), and for
+    the token's own id `picked` more, over the temperature. Tiles of tokens that follow each other
+    read the same columns.
     """
     row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     within = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)

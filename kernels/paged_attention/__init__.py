@@ -10,7 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from rljax_kernels import cpu, triton_tools
-from rljax_kernels.paged_attention import native, pallas_tpu, reference, triton
+from rljax_kernels.paged_attention import blocked, native, pallas_tpu, reference, triton
 from rljax_kernels.paged_attention.pages import PageTables, Pool
 from rljax_kernels.registry import PLATFORMS, Implementation, Operation
 
@@ -62,6 +62,14 @@ OPERATION = Operation(
             source="C++, kernels/cpu.cpp",
         ),
         Implementation(
+            "triton",
+            ("gpu",),
+            triton.run,
+            triton.refuses,
+            triton_tools.missing,
+            source="our own kernels, after Flash-Decoding (Dao et al. 2023)",
+        ),
+        Implementation(
             "pallas",
             ("tpu",),
             pallas_tpu.run,
@@ -69,12 +77,10 @@ OPERATION = Operation(
             source="Pallas, kernels/paged_attention/pallas_tpu.py",
         ),
         Implementation(
-            "triton",
-            ("gpu",),
-            triton.run,
-            triton.refuses,
-            triton_tools.missing,
-            source="our own kernels, after Flash-Decoding (Dao et al. 2023)",
+            "blocked",
+            PLATFORMS,
+            blocked.run,
+            source="plain JAX, online softmax (Milakov and Gimelshein, 2018, arXiv:1805.02867)",
         ),
         Implementation("reference", PLATFORMS, reference.run, source="plain JAX"),
     ),

@@ -28,10 +28,21 @@ def balance_loss(probs: Float[Array, "N E"], load: Float[Array, " E"]) -> Float[
     return probs.shape[-1] * (probs @ jax.lax.stop_gradient(share))
 
 
-def routed_load(routing: Int[Array, "B T layers k"], num_experts: int) -> Float[Array, "layers E"]:
-    """Tokens that known routing gives to each expert of each mixture layer; -1 counts nowhere."""
+def routed_load(
+    routing: Int[Array, "B T layers k"],
+    num_experts: int,
+    copies: Int[Array, "B T"] | None = None,
+) -> Float[Array, "layers E"]:
+    """Tokens that known routing gives to each expert of each mixture layer; -1 counts nowhere.
+
+    Args:
+      routing: The experts of each token.
+      num_experts: E.
+      copies: How often each token counts; None: once.
+    """
     layers = jnp.broadcast_to(jnp.arange(routing.shape[2])[:, None], routing.shape)
     known = (routing >= 0).astype(jnp.float32)
+    known = known if copies is None else known * copies[..., None, None]
     empty = jnp.zeros((routing.shape[2], num_experts), jnp.float32)
     return empty.at[layers, jnp.maximum(routing, 0)].add(known)
 

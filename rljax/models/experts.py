@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -15,12 +16,16 @@ from rljax_kernels import grouped_matmul as gmm
 
 from rljax.errors import InputError, MissingDependencyError
 from rljax.mesh import gather, varies, vary_alike, vary_over
+from rljax.models.expert_loop import block_size, loop_experts
 
 _log = logging.getLogger(__name__)
 
 Dispatch = Literal["all_gather", "all_to_all"]
 
 Backend = Literal["auto", "native", "blocks", "triton", "pallas", "megablox", "ragged"]
+
+_MOST_BYTES = 2**30  # of the rows of all experts; more are never laid out at once
+_MOST_MET = 2**30  # bytes of the tokens that devices exchange at a time
 
 CLAMP = 7.0
 """Where gpt-oss clamps its experts' gates (from above) and what they gate (on both sides)."""
@@ -74,11 +79,13 @@ def experts(
       backend: As `ModelConfig.expert_backend`.
     """
     n, k = chosen.shape
-    e = params["gate"].shape[0]
-    laid = gmm.row_layout(
-        n * k, e, choose_backend(backend, x.dtype), expected=-(-n * k // devices), largest=n
-    )
+    e, expected = params["gate"].shape[0], -(-n * k // devices)
+    way = choose_backend(backend, x.dtype)
     params = jax.tree.map(lambda p: p.astype(x.dtype), params)
+    if way != "native" and not at_once(n * k * x.shape[1] * x.dtype.itemsize):
+        size = block_size(expected, e)
+        return loop_experts(_STAGES[activation], params, x, chosen, weights, size).astype(x.dtype)
+    laid = gmm.row_layout(n * k, e, way, expected=expected, largest=n)
     run = functools.partial(gmm.grouped, _STAGES[activation], params=params, laid=laid)
     if laid.first == n:
         # Every expert has a place for each token: they need not be moved.
@@ -94,6 +101,14 @@ def experts(
     copies = _gather_rows(x, source // k, place.reshape(n, k))
     out = run(copies, group_sizes=sizes)
     return _weighed(_pick_rows(out, place, source).reshape(n, k, -1), weights, x.dtype)
+
+
+def at_once(rows_bytes: int) -> bool:
+    """Whether the rows of all experts are laid out together, by the bytes that they take.
+
+    Else experts are computed one after the other, see `expert_loop`.
+    """
+    return rows_bytes <= _MOST_BYTES
 
 
 def _weighed(outputs: Float[Array, "N k D"], weights: Array, dtype: Any) -> Float[Array, "N D"]:
@@ -140,7 +155,7 @@ def parallel_experts(
         params, once = vary_alike((params, jax.lax.axis_index("tensor") == 0))
         params["down_bias"] = jnp.where(once, params["down_bias"], 0)
 
-    def compute(x: Array, chosen: Array, weights: Array) -> Array:
+    def compute(params: dict[str, Any], x: Array, chosen: Array, weights: Array) -> Array:
         """What this device's experts add to some tokens."""
         local = chosen - first
         local = jnp.where((local >= 0) & (local < here), local, here)
@@ -148,15 +163,55 @@ def parallel_experts(
         out = experts(mine, x, local, weights, activation, devices, backend)
         return out.astype(jnp.float32)
 
-    if dispatch == "all_to_all" and expert_axes and gathered == expert_axes:
-        out = _all_to_all(compute, x, chosen, weights, chosen // here, expert_axes)
-    else:
-        tokens = (gather(a, gathered) if gathered else a for a in (x, chosen, weights))
-        out = compute(*tokens)
-        summed = tuple(axis for axis in expert_axes if axis not in gathered)
-        out = jax.lax.psum(out, summed) if summed else out
-        out = jax.lax.psum_scatter(out, gathered, tiled=True) if gathered else out
-    return (jax.lax.psum(out, "tensor") if sliced else out).astype(x.dtype)
+    def meet(params: dict[str, Any], x: Array, chosen: Array, weights: Array) -> Array:
+        """What all experts add to this device's tokens."""
+        run = functools.partial(compute, params)
+        if dispatch == "all_to_all" and expert_axes and gathered == expert_axes:
+            out = _all_to_all(run, x, chosen, weights, chosen // here, expert_axes)
+        else:
+            tokens = (gather(a, gathered) if gathered else a for a in (x, chosen, weights))
+            out = run(*tokens)
+            summed = tuple(axis for axis in expert_axes if axis not in gathered)
+            out = jax.lax.psum(out, summed) if summed else out
+            out = jax.lax.psum_scatter(out, gathered, tiled=True) if gathered else out
+        return (jax.lax.psum(out, "tensor") if sliced else out).astype(x.dtype)
+
+    met = math.prod(jax.lax.axis_size(axis) for axis in gathered)
+    parts = token_parts(n, met * x.shape[1] * x.dtype.itemsize)
+    return (
+        meet(params, x, chosen, weights)
+        if parts == 1
+        else _in_parts(meet, parts, params, x, chosen, weights)
+    )
+
+
+def token_parts(tokens: int, each: int) -> int:
+    """Into how many parts a device's tokens are cut that meet the experts one after the other.
+
+    Args:
+      tokens: Those of one device.
+      each: Bytes of one of them, on all devices that exchange tokens.
+    """
+    divisors = [n for n in range(1, tokens + 1) if tokens % n == 0]
+    return next((n for n in divisors if tokens // n * each <= _MOST_MET), divisors[-1])
+
+
+def _in_parts(
+    meet: Callable[..., Array], parts: int, params: Any, x: Array, chosen: Array, weights: Array
+) -> Array:
+    """`meet` for one part of the tokens after the other, each computed again in the backward pass.
+
+    The gradients of parameters add up over the parts in float32.
+    """
+    dtypes = jax.tree.map(lambda p: p.dtype, params)
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+
+    @jax.checkpoint
+    def part(tokens: tuple[Array, Array, Array]) -> Array:
+        return meet(jax.tree.map(lambda p, dtype: p.astype(dtype), wide, dtypes), *tokens)
+
+    cut = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), (x, chosen, weights))
+    return jax.lax.map(part, cut).reshape(x.shape)
 
 
 def cheaper_dispatch(tokens: int, k: int, devices: int, ragged: bool) -> Dispatch:

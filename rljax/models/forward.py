@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 from rljax_kernels.attention import MASKED_SCORE
 from rljax_kernels.cpu import Native
 
@@ -97,7 +97,7 @@ class _Tokens:
 
     Attributes:
       positions: int32 [B, T], rotary positions.
-      counted: bool [B, T], which tokens count in the routers' statistics.
+      counted: [B, T], whether, or how often, tokens count in the routers' statistics.
       attend: Attention over whatever keys the caller keeps.
     """
 
@@ -228,7 +228,7 @@ def hidden_states(
     attend: Attend,
     *,
     cache: Any = None,
-    counted: Bool[Array, "B T"] | None = None,
+    counted: Shaped[Array, "B T"] | None = None,
     routers: RouterInputs | None = None,
 ) -> tuple[Float[Array, "B T D"], Any, RouterOutputs | None]:
     """Runs all layers; attention is the caller's, so that the same code trains and decodes.
@@ -241,7 +241,7 @@ def hidden_states(
       attend: Attention over whatever keys the caller keeps.
       cache: Carried through the layers and handed to `attend` (never through a scan's outputs,
         which would copy it).
-      counted: Which tokens count in the routers' statistics; all by default.
+      counted: Whether, or how often, tokens count in the routers' statistics; once by default.
       routers: What the routers are told; nothing by default.
 
     Returns:

@@ -35,6 +35,7 @@ class Inputs:
       support: Ids that the sampler kept when it drew each token, -1 where unset: probabilities are
         those among them. A token with none, and every token where this is None, is scored among
         the whole vocabulary.
+      copies: How often each position counts in the routers' statistics; None: once, padding not.
     """
 
     tokens: Int[Array, "B T"]
@@ -43,6 +44,7 @@ class Inputs:
     prefix: Int[Array, "B T"] | None = None
     routing: Int[Array, "B T layers k"] | None = None
     support: Int[Array, "B T S"] | None = None
+    copies: Int[Array, "B T"] | None = None
 
     def places(self) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
         """Positions and segments, with their defaults."""
@@ -197,7 +199,7 @@ def states_before(
         inputs.tokens,
         positions,
         full_attention(positions, segments, inputs.prefix, config.attention_backend),
-        counted=segments > 0,
+        counted=segments > 0 if inputs.copies is None else inputs.copies,
         routers=RouterInputs(inputs.routing, load),
     )
     return *preceding(hidden, segments, inputs.prefix), router

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from rljax.mesh import BATCH_AXES, axes_of, fit, map_shards, vary_over
 from rljax.models.balance import balance_loss
@@ -164,7 +164,7 @@ def mixture(
     x: Float[Array, "B T D"],
     c: Experts,
     config: ModelConfig,
-    counted: Bool[Array, "B T"],
+    counted: Shaped[Array, "B T"],
     replay: Int[Array, "B T k"] | None,
     load: Float[Array, " E"] | None,
 ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
@@ -175,7 +175,7 @@ def mixture(
       x: Normalised hidden states.
       c: The mixture.
       config: The model.
-      counted: Which tokens count in the statistics.
+      counted: Whether, or how often, tokens count in the statistics.
       replay: Experts to use, -1 where unset; None: the router's own.
       load: Tokens given to each expert over the optimizer batch; None: no balancing loss.
 
@@ -266,7 +266,7 @@ def _mixture_part(
 
 
 def join_outputs(
-    found: Sequence[dict[str, Array]], counted: Bool[Array, "B T"], num_experts: int
+    found: Sequence[dict[str, Array]], counted: Shaped[Array, "B T"], num_experts: int
 ) -> RouterOutputs:
     """The outputs of all mixture layers, from those of some of them, each leaf [layers, ...].
 

@@ -230,6 +230,12 @@ TAGS: tuple[Tag, ...] = (
         "Model FLOPs of the updates per second of them, over the devices' peak",
         "known_peak",
     ),
+    Tag(
+        "perf/padding_frac",
+        "1",
+        "Share of padding among the tokens that the updates computed: rows are filled up to their "
+        "length, and the last micro-batch with empty rows",
+    ),
     Tag("perf/step_s", "s", "Time of the whole step"),
     Tag("perf/rollout_s", "s", "Time spent sampling"),
     Tag("perf/reward_s", "s", "Time spent scoring"),

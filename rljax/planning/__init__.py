@@ -5,7 +5,7 @@ and `rljax.planning.compile` compiles the real programs for described chips.
 """
 
 from rljax.planning.chips import CHIPS, Chip, Topology
-from rljax.planning.communication import Collective
+from rljax.planning.collectives import Collective
 from rljax.planning.pictures import draw_shards
 from rljax.planning.placement import ShardedParameter, bytes_per_parameter, shard_parameters
 from rljax.planning.plan import Plan, plan

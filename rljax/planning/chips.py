@@ -21,7 +21,7 @@ class Chip:
       memory: Bytes of its own memory.
       memory_bandwidth: Bytes a second from that memory.
       link_bandwidth: Bytes a second that it sends, all links together.
-      tpu: Whether it is a TPU: libtpu compiles for TPUs that are not there.
+      platform: What JAX calls its kind. libtpu compiles for TPUs that are not there.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Chip:
     memory: int
     memory_bandwidth: float
     link_bandwidth: float
-    tpu: bool = True
+    platform: str = "tpu"
 
 
 _GB, _GIB = 10**9, 2**30
@@ -46,12 +46,12 @@ CHIPS = {
         Chip("v6e", 918e12, 32 * _GB, 1638e9, 400e9),
         # NVIDIA H100 SXM data sheet: 1,979 TFLOP/s with sparsity, half of it without; 80 GB,
         # 3.35 TB/s, NVLink 900 GB/s both ways.
-        Chip("h100", 989e12, 80 * _GB, 3350e9, 450e9, tpu=False),
+        Chip("h100", 989e12, 80 * _GB, 3350e9, 450e9, platform="gpu"),
         # NVIDIA H200 SXM data sheet: as H100 with 141 GB at 4.8 TB/s.
-        Chip("h200", 989e12, 141 * _GB, 4800e9, 450e9, tpu=False),
+        Chip("h200", 989e12, 141 * _GB, 4800e9, 450e9, platform="gpu"),
         # NVIDIA DGX B200 data sheet, an eighth of it: 36 PFLOP/s with sparsity, 1,440 GB,
         # 64 TB/s, NVLink 14.4 TB/s both ways.
-        Chip("b200", 2250e12, 180 * _GB, 8000e9, 900e9, tpu=False),
+        Chip("b200", 2250e12, 180 * _GB, 8000e9, 900e9, platform="gpu"),
     )
 }
 """The known chips, by name."""
@@ -96,7 +96,7 @@ class Topology:
           InputError: They are not TPUs, or libtpu knows no such slice.
           MissingDependencyError: libtpu is not installed.
         """
-        if not self.chip.tpu:
+        if self.chip.platform != "tpu":
             raise InputError(
                 f"topology={self.name!r}: programs are compiled for described TPUs only; leave "
                 "out compile, or plan for v5e, v5p or v6e"

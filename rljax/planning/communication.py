@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from jax.sharding import AbstractMesh, Mesh
 
 from rljax import mesh as meshes
-from rljax.models import Attention, LatentAttention, ModelConfig
+from rljax.models import ModelConfig
 from rljax.models.experts import cheaper_dispatch
 from rljax.models.pipeline import Schedule
-from rljax.planning.placement import ShardedParameter, compute_itemsize
+from rljax.planning import attention
+from rljax.planning.collectives import Collective, ring_bytes
+from rljax.planning.placement import (
+    ShardedParameter,
+    compute_itemsize,
+    gradient_itemsize,
+    hidden_bytes,
+    remat_policy,
+)
+from rljax.planning.stage_communication import through_stages
 from rljax.planning.work import Work
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """Communication of one kind over one mesh axis.
-
-    Attributes:
-      kind: Such as `all-gather`.
-      axis: The mesh axis whose devices communicate.
-      bytes: Bytes that each device sends, with a ring algorithm.
-      why: Its purpose, in a line.
-    """
-
-    kind: str
-    axis: str
-    bytes: int
-    why: str
-
-
-def ring_bytes(kind: str, whole: float, devices: int) -> float:
-    """Bytes that each device sends in a collective with a ring algorithm.
-
-    Args:
-      kind: The collective.
-      whole: Bytes of the whole buffer: after gathering, or before scattering.
-      devices: How many devices take part.
-    """
-    rounds = 2 if kind == "all-reduce" else 1
-    return rounds * whole * (devices - 1) / devices
 
 
 def update_collectives(
@@ -73,12 +52,38 @@ def update_collectives(
             "embeddings, from the devices that hold their parts; and their gradients",
         )
     if sizes["stage"] > 1:
-        yield from _through_stages(sizes, config, schedules, placed, tokens, parts)
+        yield from through_stages(sizes, config, schedules, placed, tokens, parts)
+    remat = remat_policy(config)
     if sizes["context"] > 1:
-        yield from _whole_rows(sizes, config, tokens, parts)
+        forwards = parts * (1 + (remat in ("layer", "offload")))
+        yield from _between_parts_of_rows(mesh, config, tokens, forwards, parts)
     # Hidden states: forward, recomputed with remat, and backward.
-    recomputed = parts * config.remat
+    recomputed = parts * (remat != "none")
     yield from _activations(sizes, config, tokens, 2 * parts + recomputed, recomputed)
+
+
+def score_collectives(
+    mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work, placed: Sequence[ShardedParameter]
+) -> Iterator[Collective]:
+    """The communication of a forward pass over a rollout batch; as `update_collectives`.
+
+    Args:
+      mesh: The mesh.
+      config: The model.
+      work: The sizes of a step.
+      placed: Its parameters on the mesh.
+    """
+    parts, tokens, devices = work.score_parts(mesh), work.tokens(mesh), mesh.shape["fsdp"]
+    split = [p for p in placed if "fsdp" in p.mesh_axes]
+    if split:
+        whole = devices * sum(p.shard_size * p.itemsize for p in split)
+        yield Collective(
+            "all-gather", "fsdp", int(parts * ring_bytes("all-gather", whole, devices)),
+            "weights of each layer",
+        )  # fmt: skip
+    if mesh.shape["context"] > 1:
+        yield from _between_parts_of_rows(mesh, config, tokens, parts, 0)
+    yield from _activations(mesh.shape, config, tokens, parts)
 
 
 def _weights(
@@ -90,14 +95,14 @@ def _weights(
     parts: int,
 ) -> Iterator[Collective]:
     """Gathered weights and summed gradients over one axis of the batch."""
-    whole = sum(p.shard_size * _gradient_itemsize(p) for p in placed if axis not in p.mesh_axes)
+    whole = sum(p.shard_size * gradient_itemsize(p) for p in placed if axis not in p.mesh_axes)
     # An embedding that is only looked up is not gathered: each device looks up in its own shard.
     looked_up = "" if config.tie_embeddings else "embed"
     split = [p for p in placed if axis in p.mesh_axes and p.name != looked_up]
     if axis == "fsdp" and split:
         used = [(p, devices * _turns(p, schedules) * p.shard_size) for p in split]
         weights = sum(n * p.itemsize for p, n in used)
-        gradients = sum(n * _gradient_itemsize(p) for p, n in used)
+        gradients = sum(n * gradient_itemsize(p) for p, n in used)
         yield Collective(
             "all-gather",
             axis,
@@ -134,121 +139,50 @@ def decode_collectives(
     yield from _activations(mesh.shape, config, tokens, passes=1, expert_axes=expert_axes)
 
 
-def hidden_bytes(config: ModelConfig, tokens: float) -> int:
-    """Bytes of the hidden states of a number of tokens."""
-    return int(tokens * config.hidden_size * compute_itemsize(config))
-
-
-def _gradient_itemsize(p: ShardedParameter) -> int:
-    """Bytes of one number of a gradient while devices add it up."""
-    return 4 if {"experts", "vocab"} & set(p.axes) else p.itemsize
-
-
 def _turns(p: ShardedParameter, schedules: Sequence[Schedule | None]) -> float:
     """How often a pass gathers a parameter: in a pipeline once for each turn of its layers."""
     plan = None if p.stack is None else schedules[p.stack]
     return 1 if plan is None else plan.turns / plan.repeats
 
 
-def _through_stages(
-    sizes: Mapping[str, int],
-    config: ModelConfig,
-    schedules: Sequence[Schedule | None],
-    placed: Sequence[ShardedParameter],
-    tokens: int,
-    parts: int,
+def _between_parts_of_rows(
+    mesh: Mesh | AbstractMesh, config: ModelConfig, tokens: int, forwards: int, backwards: int
 ) -> Iterator[Collective]:
-    """Rows that pass through the stages, and weights that move to the stage that uses them.
+    """Keys and values that go round over `context`, or are gathered, and their gradients.
 
-    Weights move in float32 and are cast to the compute dtype by the stage that uses them.
+    Args:
+      mesh: The mesh.
+      config: The model.
+      tokens: Tokens of a micro-batch on each device.
+      forwards: How often attention is computed.
+      backwards: How often its gradient is.
     """
-    stages, hidden = sizes["stage"], hidden_bytes(config, tokens)
-    used = [plan for plan in schedules if plan is not None]
-    if used:
-        turns = sum(plan.turns * stages / plan.micro_batches for plan in used)
+    context, itemsize, numbers = mesh.shape["context"], compute_itemsize(config), 0
+    for c, layers in attention.kinds(config).items():
+        _, heads, width, value_width = attention.heads(c, mesh.shape["tensor"])
+        numbers += layers * tokens * heads * (width + value_width)
+    if attention.goes_round(mesh, config):
+        # Each device passes on what it has worked on, the gradients in float32.
+        sent = (forwards + backwards) * itemsize + backwards * 4
         yield Collective(
-            "collective-permute",
-            "stage",
-            int(2 * parts * turns * hidden),
-            "hidden states of micro-batches to the next stage, and gradients to the one before",
-        )
-        rows = len(used) * parts * stages
-        yield Collective(
-            "all-gather", "stage", int(rows * ring_bytes("all-gather", hidden, stages)),
-            "rows of all stages, to the first",
+            "collective-permute", "context", context * numbers * sent,
+            "keys and values from device to device, for the queries of each; and their gradients",
         )  # fmt: skip
-        yield Collective(
-            "reduce-scatter",
-            "stage",
-            int(rows * ring_bytes("reduce-scatter", 4 * tokens * config.hidden_size, stages)),
-            "their gradients, back in float32",
-        )
-        yield Collective(
-            "all-to-all", "stage", int(2 * rows * ring_bytes("all-to-all", hidden, stages)),
-            "rows back from the first stage, and their gradients to it",
-        )  # fmt: skip
-    moved, weights, gradients = 0.0, 0.0, 0.0
-    for p in placed:
-        if p.stack is None or "stage" not in p.mesh_axes:
-            continue
-        plan, count = schedules[p.stack], p.shape[0]
-        piped = 0 if plan is None else plan.layers
-        if plan is not None and (plan.repeats > 1 or piped < count):
-            # From layers to embed, if they are split by layers, and on to the layers of stages.
-            moves = piped / count + (p.spec[0] == "stage")
-            moved += 2 * moves * 4 * p.shard_size
-        outside = stages * p.shard_size * (count - piped) / count
-        weights += outside * p.itemsize
-        gradients += outside * _gradient_itemsize(p)
-    if moved:
-        yield Collective(
-            "all-to-all",
-            "stage",
-            int(parts * ring_bytes("all-to-all", moved, stages)),
-            "layers to the stages that run them, and their gradients back, in float32",
-        )
-    if weights:
-        yield Collective(
-            "all-gather",
-            "stage",
-            int(2 * parts * ring_bytes("all-gather", weights, stages)),
-            "weights of layers outside the pipeline, forward and again for the backward pass",
-        )
-        yield Collective(
-            "reduce-scatter",
-            "stage",
-            int(parts * ring_bytes("reduce-scatter", gradients, stages)),
-            "gradients of those layers, added up over rows; each device keeps its shard",
-        )
-
-
-def _whole_rows(
-    sizes: Mapping[str, int], config: ModelConfig, tokens: int, parts: int
-) -> Iterator[Collective]:
-    """Gathered keys and values of rows that are split along their length."""
-    context = sizes["context"]
-    each = sum(_keys_and_values(block.attention) for block in config.layers)
-    numbers = tokens * context * each // sizes["tensor"]
-    forwards = parts * (2 if config.remat else 1)
+        return
+    whole = context * numbers
     yield Collective(
         "all-gather",
         "context",
-        int(forwards * ring_bytes("all-gather", compute_itemsize(config) * numbers, context)),
+        int(forwards * ring_bytes("all-gather", itemsize * whole, context)),
         "keys and values of whole rows, for the queries of their parts",
     )
-    yield Collective(
-        "reduce-scatter",
-        "context",
-        int(parts * ring_bytes("reduce-scatter", 4 * numbers, context)),
-        "gradients of keys and values, added up over the parts of a row in float32",
-    )
-
-
-def _keys_and_values(c: Attention | LatentAttention) -> int:
-    """Numbers of a token's keys and values in training."""
-    if isinstance(c, LatentAttention):
-        return c.num_heads * (c.nope_dim + c.rope_dim + c.value_dim)
-    return 2 * c.num_kv_heads * c.head_dim
+    if backwards:
+        yield Collective(
+            "reduce-scatter",
+            "context",
+            int(backwards * ring_bytes("reduce-scatter", 4 * whole, context)),
+            "gradients of keys and values, added up over the parts of a row in float32",
+        )
 
 
 def _activations(

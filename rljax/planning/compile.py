@@ -1,4 +1,4 @@
-"""Compiles the real train and decode steps for devices that need not be there."""
+"""Compiles the real programs of training and sampling for devices that need not be there."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ import resource
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from rljax import mesh as meshes
+from rljax import models
 from rljax.config import OptimizerSettings
 from rljax.errors import InputError
 from rljax.models import ModelConfig
-from rljax.planning.communication import Collective
+from rljax.planning.collectives import Collective
 from rljax.planning.hlo import read_collectives
-from rljax.planning.plan import Plan
-from rljax.planning.sharding_report import collective_table
-from rljax.planning.tables import Table, Tables, size
-from rljax.planning.work import OBJECTIVE, Work, abstract_rows
+from rljax.planning.tables import short, size
+from rljax.planning.work import OBJECTIVE, Work, abstract_batch, abstract_rows
 from rljax.sampling import Engine
 from rljax.training import state as states
 from rljax.training import update as updates
 from rljax.training.optimizer import make_optimizer
+from rljax.training.scoring import ScoreOptions, make_score
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Compiled:
     """XLA's memory analysis of a program, per device, and its collectives.
 
     Attributes:
-      name: `train` or `decode`.
+      name: `train`, `score`, `prefill` or `decode`.
       arguments: Bytes of the arguments.
       outputs: Bytes of the outputs.
       aliases: Bytes of outputs that are written into the buffers of donated arguments.
@@ -95,15 +96,60 @@ def compile_update(
         ),
     )
     state = states.abstract(config, optimizer, OBJECTIVE, mesh, rules=rules, on_host=on_host)
-    sharding = meshes.batch_sharding(mesh)
-    rows = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        abstract_rows(config, work),
-    )
+    rows = _on_shards(abstract_rows(config, work, mesh), mesh)
     started = time.perf_counter()
     with jax.set_mesh(mesh):
         lowered = jax.jit(update, donate_argnums=0).lower(state, rows)
     return _compile("train", lowered, mesh, started)
+
+
+def compile_score(
+    config: ModelConfig, mesh: Mesh, work: Work, rules: meshes.Rules = meshes.TRAIN_RULES
+) -> Compiled:
+    """Compiles the trainer's own pass over a rollout batch, `rljax.training.scoring`, for a mesh.
+
+    Args:
+      config: The model.
+      mesh: A mesh of this machine's devices or of described ones.
+      work: The sizes of a step.
+      rules: How weights are sharded: logical axis -> mesh axes.
+
+    Raises:
+      InputError: As `compile_update`.
+    """
+    options = ScoreOptions(
+        temperature=1.0,
+        max_scored_tokens=work.max_completion_length,
+        parts=work.score_parts(mesh),
+        replay=config.top_k > 0,
+    )
+    score = make_score(config, options)
+    params = models.abstract(config, mesh=mesh, rules=rules)
+    batch = _on_shards(abstract_batch(config, work, mesh), mesh)
+    started = time.perf_counter()
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(lambda params, batch: score(params, batch)).lower(params, batch)
+    return _compile("score", lowered, mesh, started)
+
+
+def compile_prefill(
+    config: ModelConfig, mesh: Mesh, work: Work, rules: meshes.Rules = meshes.ROLLOUT_RULES
+) -> Compiled:
+    """Compiles the sampler's largest prefill call for a mesh.
+
+    Args:
+      config: The model.
+      mesh: A mesh of this machine's devices or of described ones.
+      work: The sizes of a step.
+      rules: How weights are sharded while sampling: logical axis -> mesh axes.
+
+    Raises:
+      InputError: As `compile_update`.
+    """
+    started = time.perf_counter()
+    with jax.set_mesh(mesh):
+        lowered = _engine(config, mesh, work, rules).lower_prefill(work.max_prompt_length)
+    return _compile("prefill", lowered, mesh, started)
 
 
 def compile_decode(
@@ -120,7 +166,14 @@ def compile_decode(
     Raises:
       InputError: As `compile_update`.
     """
-    engine = Engine(
+    started = time.perf_counter()
+    with jax.set_mesh(mesh):
+        lowered = _engine(config, mesh, work, rules).lower_decode()
+    return _compile("decode", lowered, mesh, started)
+
+
+def _engine(config: ModelConfig, mesh: Mesh, work: Work, rules: meshes.Rules) -> Engine:
+    return Engine(
         config,
         mesh,
         slots=work.slots,
@@ -128,14 +181,17 @@ def compile_decode(
         num_pages=work.pages,
         max_length=work.length,
         chunk=work.decode_chunk,
+        prefill_tokens=work.prefill_tokens,
         kernels="off",
         with_routing=config.top_k > 0,
         rules=rules,
     )
-    started = time.perf_counter()
-    with jax.set_mesh(mesh):
-        lowered = engine.lower_decode()
-    return _compile("decode", lowered, mesh, started)
+
+
+def _on_shards(rows: Any, mesh: Mesh) -> Any:
+    """Shapes of rows, laid out over a mesh."""
+    sharding = meshes.batch_sharding(mesh)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), rows)
 
 
 def _compile(name: str, lowered: jax.stages.Lowered, mesh: Mesh, started: float) -> Compiled:
@@ -149,9 +205,9 @@ def _compile(name: str, lowered: jax.stages.Lowered, mesh: Mesh, started: float)
                 raise
             found = ", ".join(f"{size(n)} {a}" for n, a in _largest(_dumped(folder, _REPORT), 2))
             raise InputError(
-                f"the {name} step does not fit this mesh: {str(error).splitlines()[0]} The largest "
-                f"buffers: {_short(found)}; split the weights over more "
-                "devices, or take fewer slots or shorter rows"
+                f"the {name} program does not fit this mesh: {str(error).splitlines()[0]} The "
+                f"largest buffers: {short(found)}; split the weights over more devices, or take "
+                "fewer slots or shorter rows"
             ) from None
         seconds = time.perf_counter() - started
         text = _dumped(folder, "after_optimizations") or compiled.as_text() or ""
@@ -191,60 +247,3 @@ def _largest(report: str, most: int = 5) -> tuple[tuple[int, str], ...]:
         (int(float(b["size"]) * _UNITS[b["unit"]]), b["arrays"]) for b in _BUFFER.finditer(report)
     ]
     return tuple(sorted(found, key=lambda buffer: -buffer[0])[:most])
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Comparison(Tables):
-    """XLA's figures of a compiled program and the plan's estimates, in one table.
-
-    Attributes:
-      plan: The estimates.
-      compiled: XLA's figures.
-    """
-
-    plan: Plan
-    compiled: Compiled
-
-    def tables(self) -> list[Table]:
-        """Memory, the largest temporaries, collectives."""
-        c = self.compiled
-        arguments, temporaries = self.plan.arguments[c.name], self.plan.temporaries[c.name]
-        memory, resident = self.plan.topology.chip.memory, self.plan.resident[c.name]
-        total = arguments + temporaries
-        lines = [
-            ("arguments", size(c.arguments), size(arguments), _error(arguments, c.arguments)),
-            (
-                "temporaries",
-                size(c.temporaries),
-                size(temporaries),
-                _error(temporaries, c.temporaries),
-            ),
-            ("outputs", size(c.outputs), "", ""),
-            ("of them aliases of arguments", size(c.aliases), "", ""),
-            ("all", size(c.total), size(total), _error(total, c.total)),
-            ("peak", size(c.peak), "", ""),
-            ("also resident", "", size(resident), ""),
-            ("fits", "yes" if c.total + resident <= memory else "NO", "", f"of {size(memory)}"),
-        ]
-        return [
-            Table(
-                f"{c.name} step: compiled in {c.seconds:.0f} s with {size(c.host_bytes)} of host "
-                "memory; bytes per device",
-                ("", "XLA", "estimate", "difference"),
-                lines,
-            ),
-            Table(
-                "Its largest temporaries",
-                ("bytes", "arrays that share the buffer"),
-                [(size(n), _short(arrays)) for n, arrays in c.largest],
-            ),
-            collective_table("Sent by each device, as compiled", c.collectives),
-        ]
-
-
-def _error(estimate: float, measured: float) -> str:
-    return f"{measured / estimate - 1:+.1%}" if estimate else ""
-
-
-def _short(arrays: str, most: int = 90) -> str:
-    return arrays if len(arrays) <= most else f"{arrays[:most]} …"

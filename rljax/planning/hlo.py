@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rljax.planning.communication import Collective, ring_bytes
+from rljax.planning.collectives import Collective, ring_bytes
 from rljax.planning.tables import size
 
 _KINDS = (

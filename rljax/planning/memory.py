@@ -2,55 +2,117 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from rljax import mesh as meshes
 from rljax.errors import InputError
-from rljax.models import Block, Experts, ModelConfig
+from rljax.models import Attention, Block, Experts, LatentAttention, ModelConfig
+from rljax.models.experts import at_once, token_parts
 from rljax.models.pipeline import Schedule
-from rljax.planning.communication import hidden_bytes
-from rljax.planning.placement import ShardedParameter, compute_itemsize, shard_parameters
+from rljax.planning import attention
+from rljax.planning.placement import (
+    ShardedParameter,
+    compute_itemsize,
+    hidden_bytes,
+    remat_policy,
+    shard_parameters,
+)
 from rljax.planning.work import Work
 from rljax.sampling.pool import make_pool, pool_sharding
 
 _CHUNK = 1024  # tokens of a micro-batch whose logits exist at a time
+INPUTS, ATTENTION, FEED_FORWARD = (
+    "inputs of layers, kept for the backward pass", "attention", "feed-forward",
+)  # fmt: skip
+"""Kinds of temporaries."""
 
 
 def activations(
-    mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work, placed: Sequence[ShardedParameter]
+    mesh: Mesh | AbstractMesh,
+    config: ModelConfig,
+    work: Work,
+    placed: Sequence[ShardedParameter],
+    platform: str,
 ) -> dict[str, int]:
     """The largest temporaries of an update, by kind.
 
+    Of a layer's activations all exist while the backward pass is at it. What is kept of the others
+    meanwhile depends on `ModelConfig.remat`.
+
     Args:
       mesh: The mesh.
-      config: The model. With `remat` only the inputs of layers are kept for the backward pass, and
-        other activations exist for one layer at a time; without it those of all layers are kept.
+      config: The model.
       work: The sizes of a step.
       placed: Its parameters on the mesh.
+      platform: Of the devices.
     """
-    rows, tokens, tensor = work.rows(mesh), work.tokens(mesh), mesh.shape["tensor"]
-    # Scores, their softmax and the gradients of both, in float32.
-    heads = max(b.attention.num_heads for b in config.layers)
-    scores = 4 * 4 * tokens * heads * work.length // tensor
-    # Inputs, inner products and outputs of the largest feed-forward, and their gradients.
-    inner = max(_feed_forward(b, config, tokens, mesh) for b in config.layers)
-    inner *= 2 * compute_itemsize(config)
-    layers = 1 if config.remat else config.num_layers
-    logits = min(max(_CHUNK, rows), work.scored(mesh))
-    return {
-        "inputs of layers, kept for the backward pass": int(
-            _kept_inputs(config, work.schedules(mesh, config)) * hidden_bytes(config, tokens)
-        ),
-        "attention scores": layers * scores,
-        "feed-forward": layers * inner,
-        "gathered weights of a layer and their gradients": 2 * _largest_layer(mesh, placed),
-        "logits": 3 * 4 * logits * config.vocab_size // tensor,
+    tokens, remat = work.tokens(mesh), remat_policy(config)
+    blocks = collections.Counter(config.layers)
+    attended = {
+        b: sum(attention.bytes_of_layer(mesh, config, b.attention, work, platform)) for b in blocks
     }
+    fed = {b: sum(_feed_forward(b, config, tokens, mesh)) for b in blocks}
+    kept = 0.0
+    if remat != "offload":
+        kept = _kept_inputs(config, work.schedules(mesh, config)) * hidden_bytes(config, tokens)
+    if remat == "attention":
+        kept += sum(
+            n * attention.saved(mesh, config, c, work) for c, n in attention.kinds(config).items()
+        )
+
+    def held(each: Mapping[Block, int]) -> int:
+        """Of all layers, or of the one that the backward pass is at."""
+        if remat == "none":
+            return sum(n * each[b] for b, n in blocks.items())
+        return max(each.values())
+
+    return {
+        INPUTS: int(kept),
+        ATTENTION: held(attended),
+        FEED_FORWARD: held(fed),
+        "gathered weights of a layer and their gradients": 2 * _largest_layer(mesh, placed),
+        "logits": 3 * _logits(mesh, config, work),
+    }
+
+
+def scoring(
+    mesh: Mesh | AbstractMesh,
+    config: ModelConfig,
+    work: Work,
+    placed: Sequence[ShardedParameter],
+    platform: str,
+) -> dict[str, int]:
+    """The largest temporaries of a forward pass over a micro-batch, by kind; as `activations`."""
+    tokens, blocks = work.tokens(mesh), set(config.layers)
+    return {
+        "hidden states": 3 * hidden_bytes(config, tokens),
+        ATTENTION: max(
+            attention.bytes_of_layer(mesh, config, b.attention, work, platform)[0] for b in blocks
+        ),
+        FEED_FORWARD: max(_feed_forward(b, config, tokens, mesh)[0] for b in blocks),
+        "gathered weights of a layer": _largest_layer(mesh, placed),
+        "logits": 2 * _logits(mesh, config, work),
+    }
+
+
+def offloaded(mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work) -> int:
+    """Bytes of the inputs of layers that an update keeps in the host's memory, for a device."""
+    if remat_policy(config) != "offload":
+        return 0
+    kept = _kept_inputs(config, work.schedules(mesh, config))
+    return int(kept * hidden_bytes(config, work.tokens(mesh)))
+
+
+def _logits(mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work) -> int:
+    """Bytes of the logits that exist at a time, in float32."""
+    logits = min(max(_CHUNK, work.rows(mesh)), work.scored(mesh))
+    return 4 * logits * config.vocab_size // mesh.shape["tensor"]
 
 
 def _kept_inputs(config: ModelConfig, schedules: Sequence[Schedule | None]) -> float:
@@ -64,14 +126,28 @@ def _kept_inputs(config: ModelConfig, schedules: Sequence[Schedule | None]) -> f
     return total
 
 
-def _feed_forward(block: Block, config: ModelConfig, tokens: int, mesh: Mesh | AbstractMesh) -> int:
-    c, tensor = block.feed_forward, mesh.shape["tensor"]
-    each = 2 * config.hidden_size + 3 * c.intermediate_size // tensor
+def _feed_forward(
+    block: Block,
+    config: ModelConfig,
+    tokens: int,
+    mesh: Mesh | AbstractMesh,
+    expert_axes: Sequence[str] = ("expert",),
+) -> tuple[int, int]:
+    """Bytes of a feed-forward's inputs, inner products and outputs, and of their gradients."""
+    c, tensor, itemsize = block.feed_forward, mesh.shape["tensor"], compute_itemsize(config)
+    each = itemsize * (2 * config.hidden_size + 3 * c.intermediate_size // tensor)
     if not isinstance(c, Experts):
-        return tokens * each
-    # Buffers hold the tokens of all devices along `expert`, so that none is ever dropped.
-    routed = tokens * mesh.shape["expert"] * c.top_k * each
-    return routed + tokens * 3 * c.shared_size // tensor
+        return tokens * each, tokens * each
+    shared = itemsize * tokens * 3 * c.shared_size // tensor
+    # The tokens of all devices along these axes come to each, so that none is ever dropped.
+    devices = math.prod(mesh.shape[a] for a in expert_axes if a != "tensor")
+    met = tokens * devices // token_parts(tokens, devices * config.hidden_size * itemsize)
+    if at_once(met * c.top_k * config.hidden_size * itemsize):
+        routed = met * c.top_k * each
+        return routed + shared, routed + shared
+    # One block of rows at a time, and sums over a token's experts in float32.
+    sums = (4 + itemsize) * met * config.hidden_size
+    return sums + shared, 2 * sums + shared
 
 
 def _largest_layer(mesh: Mesh | AbstractMesh, placed: Sequence[ShardedParameter]) -> int:
@@ -90,8 +166,10 @@ def rollout_weights(
     mesh: Mesh | AbstractMesh,
     config: ModelConfig,
     rules: meshes.Rules,
-) -> int:
-    """Bytes of the sampler's weights on a device; 0 where it uses the trainer's buffers.
+) -> tuple[int, int]:
+    """Bytes of the sampler's weights on a device, and of the output matrix, which prefill spares.
+
+    Both are 0 where it uses the trainer's buffers.
 
     Args:
       placed: The trainer's parameters on the mesh.
@@ -101,8 +179,9 @@ def rollout_weights(
     """
     sampler = shard_parameters(mesh, config, rules)
     if all(s.spec == t.spec and s.itemsize == 4 for s, t in zip(sampler, placed, strict=True)):
-        return 0
-    return sum(p.shard_size * p.itemsize for p in sampler)
+        return 0, 0
+    each = {p.name: p.shard_size * p.itemsize for p in sampler}
+    return sum(each.values()), each.get("output", 0)
 
 
 def kv_pool(mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work) -> int:
@@ -132,5 +211,33 @@ def decode_activations(mesh: Mesh | AbstractMesh, config: ModelConfig, work: Wor
     """Bytes of a decode step's temporaries: keys and values read by one layer, and logits."""
     slots, tensor = work.slots // meshes.batch_shards(mesh), mesh.shape["tensor"]
     read = 2 * kv_bytes(config, slots * work.length) // config.num_layers
-    heads = max(b.attention.num_heads for b in config.layers) // tensor
+    heads = max(b.attention.num_heads for b in set(config.layers)) // tensor
     return read + 2 * 4 * slots * (heads * work.length + config.vocab_size // tensor)
+
+
+def prefill_activations(
+    mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work, rules: meshes.Rules
+) -> int:
+    """Bytes of the temporaries of the largest prefill call: what a layer computes and reads.
+
+    Args:
+      mesh: The mesh.
+      config: The model.
+      work: The sizes of a step.
+      rules: How weights are sharded while sampling.
+    """
+    prompts = -(-work.slots // meshes.batch_shards(mesh))
+    tokens = min(work.prefill_tokens, prompts * work.max_prompt_length)
+    axes = meshes.axes_of([rules["experts"]])
+    itemsize, tensor = compute_itemsize(config), mesh.shape["tensor"]
+    each = max(_queries_and_outputs(b.attention) for b in set(config.layers)) // tensor
+    inner = max(sum(_feed_forward(b, config, tokens, mesh, axes)[:1]) for b in set(config.layers))
+    read = 2 * kv_bytes(config, tokens) // config.num_layers
+    return int(3 * hidden_bytes(config, tokens) + itemsize * tokens * each + inner + read)
+
+
+def _queries_and_outputs(c: Attention | LatentAttention) -> int:
+    """Numbers of a token's queries and outputs where keys are kept; latents are met as they are."""
+    if isinstance(c, LatentAttention):
+        return c.num_heads * (2 * c.kv_rank + c.rope_dim + c.nope_dim + c.value_dim)
+    return 2 * c.num_heads * c.head_dim

@@ -79,6 +79,21 @@ def compute_itemsize(config: ModelConfig) -> int:
     return jax.numpy.dtype(config.dtype).itemsize
 
 
+def hidden_bytes(config: ModelConfig, tokens: float) -> int:
+    """Bytes of the hidden states of a number of tokens."""
+    return int(tokens * config.hidden_size * compute_itemsize(config))
+
+
+def gradient_itemsize(p: ShardedParameter) -> int:
+    """Bytes of one number of a gradient while devices add it up."""
+    return 4 if {"experts", "vocab"} & set(p.axes) else p.itemsize
+
+
+def remat_policy(config: ModelConfig) -> str:
+    """What the backward pass recomputes, as `ModelConfig.remat` says: `none`, `layer`, ..."""
+    return config.remat if isinstance(config.remat, str) else "layer" if config.remat else "none"
+
+
 def shard_parameters(
     mesh: Mesh | AbstractMesh, config: ModelConfig, rules: meshes.Rules = meshes.TRAIN_RULES
 ) -> list[ShardedParameter]:

@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from rljax import mesh as meshes
 from rljax.models import ModelConfig
-from rljax.planning import memory, roofline
+from rljax.planning import attention, memory, roofline
 from rljax.planning.chips import Topology
 from rljax.planning.roofline import Roofline
 from rljax.planning.sharding_report import (
@@ -18,11 +18,20 @@ from rljax.planning.sharding_report import (
     pipeline_tables,
 )
 from rljax.planning.tables import Table, Tables, count, seconds, size
-from rljax.planning.work import Work, rows_bytes
+from rljax.planning.work import Work, batch_bytes, rows_bytes
 
 KEPT = ("master weights", "optimizer moments")
 """The kinds that training keeps from step to step."""
-ROWS = "rows of a mini-batch"
+ROWS, SAMPLED, POOL, SAMPLER = (
+    "rows of a mini-batch",
+    "sampled batch",
+    "KV pool",
+    "sampler's weights",
+)
+OUTPUT = "sampler's output matrix"
+_HELD = (*KEPT, ROWS, SAMPLED, POOL, SAMPLER, OUTPUT)
+_PHASES = {"train": "update", "score": "score", "prefill": "prefill", "decode": "rollout"}
+"""Compiled program -> the phase that it computes."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -33,52 +42,63 @@ class Plan(Tables):
       topology: The machine.
       sharding: Parameters, their bytes by kind, and collectives.
       update: Bytes per device while updating, by kind.
-      rollout: Bytes per device while sampling, by kind.
+      score: Bytes per device while the trainer scores a rollout batch.
+      prefill: Bytes per device while the sampler computes prompts.
+      rollout: Bytes per device while it decodes.
       update_time: The least time of one optimizer step.
+      score_time: The least time to score a rollout batch.
       rollout_time: The least time of a rollout batch.
       updates: Optimizer steps of a rollout batch.
       on_host: Bytes per device that are kept in the host's memory.
+      attention: What computes attention in training and scoring, by name.
     """
 
     topology: Topology
     sharding: ShardingReport
     update: dict[str, int]
+    score: dict[str, int]
+    prefill: dict[str, int]
     rollout: dict[str, int]
     update_time: Roofline
+    score_time: Roofline
     rollout_time: Roofline
     updates: int
     on_host: int
+    attention: tuple[str, ...]
 
     @property
     def arguments(self) -> dict[str, int]:
-        """Bytes per device of the arguments of the train step and of the decode step."""
-        kept = sum(self.update[kind] for kind in (*KEPT, ROWS))
-        weights = self.rollout["sampler's weights"] or self.sharding.totals["master weights"]
-        return {"train": kept, "decode": weights + self.rollout["KV pool"]}
+        """Bytes per device of the arguments of each compiled program."""
+        shared = self.sharding.totals["master weights"]
+        return {
+            "train": sum(self.update[kind] for kind in (*KEPT, ROWS)),
+            "score": self.score["master weights"] + self.score[SAMPLED],
+            "prefill": (self.prefill[SAMPLER] or shared) + self.prefill[POOL],
+            "decode": (self.rollout[SAMPLER] or shared) + self.rollout[POOL],
+        }
 
     @property
     def temporaries(self) -> dict[str, int]:
-        """Bytes per device of the temporaries of the train step and of the decode step."""
-        arguments = (*KEPT, ROWS, "KV pool")
+        """Bytes per device of the temporaries of each compiled program."""
         return {
-            "train": sum(n for kind, n in self.update.items() if kind not in arguments),
-            "decode": self.rollout["decode activations"],
+            program: sum(n for kind, n in getattr(self, phase).items() if kind not in _HELD)
+            for program, phase in _PHASES.items()
         }
 
     @property
     def resident(self) -> dict[str, int]:
-        """Bytes per device that stay in memory, unused, during the train or the decode step."""
-        # Without weights of its own the sampler decodes with the master weights.
-        kept = KEPT if self.rollout["sampler's weights"] else KEPT[1:]
+        """Bytes per device that stay in memory, unused, while each compiled program runs."""
+        arguments = self.arguments
         return {
-            "train": self.update["KV pool"],
-            "decode": sum(self.rollout[kind] for kind in kept),
+            program: sum(n for kind, n in getattr(self, phase).items() if kind in _HELD)
+            - arguments[program]
+            for program, phase in _PHASES.items()
         }
 
     @property
     def peak(self) -> int:
-        """The most bytes per device, of update and rollout."""
-        return max(sum(self.update.values()), sum(self.rollout.values()))
+        """The most bytes per device, of all phases."""
+        return max(sum(getattr(self, phase).values()) for phase in _PHASES.values())
 
     @property
     def fits(self) -> bool:
@@ -87,47 +107,57 @@ class Plan(Tables):
 
     @property
     def seconds(self) -> float:
-        """The least time of a whole step, rollout and updates, if everything overlaps perfectly."""
-        return self.rollout_time.seconds + self.updates * self.update_time.seconds
+        """The least time of a whole step, if everything overlaps perfectly."""
+        updates = self.updates * self.update_time.seconds
+        # The only update of a batch needs no scores: the live policy is the one that they are of.
+        scores = self.score_time.seconds if self.updates > 1 else 0.0
+        return self.rollout_time.seconds + scores + updates
 
     def tables(self) -> list[Table]:
         """Parameters, memory, pipelines, collectives, times."""
-        chip, report = self.topology.chip, self.sharding
-        kinds = [*dict.fromkeys([*self.update, *self.rollout])]
-        held = [
-            (k, *(size(phase[k]) if k in phase else "" for phase in (self.update, self.rollout)))
-            for k in kinds
-        ]
-        sums = [sum(phase.values()) for phase in (self.update, self.rollout)]
-        held.append(("all", *map(size, sums)))
-        if self.on_host:
-            held.append(("in the host's memory", *[size(self.on_host)] * 2))
-        held.append(("fits", *("yes" if n <= chip.memory else "NO" for n in sums)))
-        where = ", ".join(f"{name}={n}" for name, n in report.mesh.items()) or "one device"
-        times = (("update", self.update_time), ("rollout batch", self.rollout_time))
+        report = self.sharding
         return [
-            Table(
-                f"{count(report.parameters)} parameters, {count(report.active)} active, on "
-                f"{self.topology.num_chips} {chip.name} ({where})",
-                (f"bytes per device, of {size(chip.memory)}", "update", "rollout"),
-                held,
-            ),
+            self._memory(),
             *pipeline_tables(report.schedules),
             collective_table("Sent by each device in an optimizer step", report.collectives),
-            Table(
-                f"Least times; a step is a rollout batch and {self.updates} update(s): "
-                f"{seconds(self.seconds)}",
-                ("", "compute", "memory", "links", "bound by"),
-                [
-                    (
-                        name,
-                        *(seconds(getattr(t, r)) for r in ("compute", "memory", "links")),
-                        t.bound,
-                    )
-                    for name, t in times
-                ],
-            ),
+            self._times(),
         ]
+
+    def _memory(self) -> Table:
+        chip, report = self.topology.chip, self.sharding
+        phases = [getattr(self, phase) for phase in _PHASES.values()]
+        kinds = dict.fromkeys(kind for phase in phases for kind in phase)
+        held = [(k, *(size(p[k]) if k in p else "" for p in phases)) for k in kinds]
+        sums = [sum(phase.values()) for phase in phases]
+        held.append(("all", *map(size, sums)))
+        if self.on_host:
+            held.append(("in the host's memory", *[size(self.on_host)] * len(phases)))
+        held.append(("fits", *("yes" if n <= chip.memory else "NO" for n in sums)))
+        where = ", ".join(f"{name}={n}" for name, n in report.mesh.items()) or "one device"
+        return Table(
+            f"{count(report.parameters)} parameters, {count(report.active)} active, on "
+            f"{self.topology.num_chips} {chip.name} ({where}); attention: "
+            f"{', '.join(self.attention)}",
+            (f"bytes per device, of {size(chip.memory)}", *_PHASES.values()),
+            held,
+        )
+
+    def _times(self) -> Table:
+        times = (
+            ("update", self.update_time),
+            ("score", self.score_time),
+            ("rollout batch", self.rollout_time),
+        )
+        scoring = ", its scoring and " if self.updates > 1 else " and "
+        return Table(
+            f"Least times; a step is a rollout batch{scoring}{self.updates} update(s): "
+            f"{seconds(self.seconds)}",
+            ("", "compute", "memory", "links", "bound by"),
+            [
+                (name, *(seconds(getattr(t, r)) for r in ("compute", "memory", "links")), t.bound)
+                for name, t in times
+            ],
+        )
 
 
 def plan(
@@ -154,27 +184,46 @@ def plan(
     Raises:
       InputError: Parameters, batch, slots or pages do not divide over the mesh.
     """
-    report = describe(mesh, config, work, train_rules)
+    report, chip = describe(mesh, config, work, train_rules), topology.chip
     placed, totals = report.rows, report.totals
     on_host_bytes = totals["optimizer moments"] if on_host else 0
     totals["optimizer moments"] -= on_host_bytes
     kept = {kind: totals[kind] for kind in KEPT}
-    rows = rows_bytes(config, work) // meshes.batch_shards(mesh)
-    pool = {"KV pool": memory.kv_pool(mesh, config, work)}
-    sampler = memory.rollout_weights(placed, mesh, config, rollout_rules)
-    chip = topology.chip
+    shards = meshes.batch_shards(mesh)
+    pool = {POOL: memory.kv_pool(mesh, config, work)}
+    sampler, output = memory.rollout_weights(placed, mesh, config, rollout_rules)
+    given = (mesh, config, work, placed, chip.platform)
     return Plan(
         topology=topology,
         sharding=report,
-        update=totals | {ROWS: rows} | memory.activations(mesh, config, work, placed) | pool,
+        update=totals
+        | {ROWS: rows_bytes(config, work, mesh) // shards}
+        | memory.activations(*given)
+        | pool,
+        score=kept
+        | {"compute weights": totals["compute weights"]}
+        | {SAMPLED: batch_bytes(config, work, mesh) // shards}
+        | memory.scoring(*given)
+        | pool,
+        prefill=kept
+        | {SAMPLER: sampler - output, OUTPUT: output}
+        | {"prefill activations": memory.prefill_activations(mesh, config, work, rollout_rules)}
+        | pool,
         rollout=kept
-        | {"sampler's weights": sampler}
+        | {SAMPLER: sampler}
         | {"decode activations": memory.decode_activations(mesh, config, work)}
         | pool,
         update_time=roofline.update(chip, mesh, config, work, placed, report.collectives),
+        score_time=roofline.score(chip, mesh, config, work, placed),
         rollout_time=roofline.rollout(
             chip, mesh, config, work, placed, sampler or totals["master weights"], rollout_rules
         ),
         updates=work.updates,
-        on_host=on_host_bytes,
+        on_host=on_host_bytes + memory.offloaded(mesh, config, work),
+        attention=tuple(
+            dict.fromkeys(
+                attention.implementation(mesh, config, b.attention, work, chip.platform)
+                for b in config.layers
+            )
+        ),
     )

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from jax.sharding import AbstractMesh, Mesh
 
 from rljax import mesh as meshes
-from rljax.models import LatentAttention, ModelConfig
+from rljax.models import ModelConfig
 from rljax.models.pipeline import Schedule
+from rljax.planning import attention
 from rljax.planning.chips import Chip
-from rljax.planning.communication import Collective, decode_collectives
+from rljax.planning.collectives import Collective
+from rljax.planning.communication import decode_collectives, score_collectives
 from rljax.planning.memory import kv_bytes
-from rljax.planning.placement import ShardedParameter
+from rljax.planning.placement import ShardedParameter, remat_policy
 from rljax.planning.work import Work
 
 
@@ -61,14 +63,13 @@ def update(
       placed: Its parameters on the mesh.
       collectives: The communication of the step.
     """
-    parts = work.parts(mesh)
-    tokens, scored = work.tokens(mesh), work.scored(mesh)
+    parts, remat = work.parts(mesh), remat_policy(config)
+    forward = parts * _work_of(mesh, config, work, placed)
+    # A backward pass computes twice as much; attention by blocks computes its scores once more.
+    passes = 3 + (remat != "none")
+    attended = parts * _attended(mesh, config, work, chip)
+    attending = 3.5 + (remat in ("layer", "offload"))
     schedules = work.schedules(mesh, config)
-    layers = _forward(mesh, config, placed, tokens, 0)
-    layers += _attention(mesh, config, tokens, work.length)
-    forward = parts * _bubble_factor(config, schedules) * layers
-    forward += parts * _forward(mesh, config, placed, 0, scored)
-    passes = 3 + config.remat
 
     def reads(p: ShardedParameter) -> int:
         plan = None if p.stack is None else schedules[p.stack]
@@ -77,12 +78,54 @@ def update(
     read = sum(reads(p) * p.shard_size * _gathered(p, mesh) * p.itemsize for p in placed)
     state = sum(n for p in placed for n in p.bytes(parts).values())
     return Roofline(
-        compute=passes * forward / chip.flops,
+        compute=(passes * forward + attending * attended) / chip.flops,
         # Each pass reads the weights once, in a pipeline once for each micro-batch; AdamW reads and
         # writes the whole state.
         memory=(passes * parts * read + 2 * state) / chip.memory_bandwidth,
         links=sum(c.bytes for c in collectives) / chip.link_bandwidth,
     )
+
+
+def score(
+    chip: Chip,
+    mesh: Mesh | AbstractMesh,
+    config: ModelConfig,
+    work: Work,
+    placed: Sequence[ShardedParameter],
+) -> Roofline:
+    """The trainer's forward pass over a rollout batch.
+
+    Args:
+      chip: The kind of chip.
+      mesh: The mesh.
+      config: The model.
+      work: The sizes of a step.
+      placed: Its parameters on the mesh.
+    """
+    parts = work.score_parts(mesh)
+    forward = _work_of(mesh, config, work, placed) + _attended(mesh, config, work, chip)
+    read = sum(p.shard_size * _gathered(p, mesh) * p.itemsize for p in placed)
+    sent = score_collectives(mesh, config, work, placed)
+    return Roofline(
+        compute=parts * forward / chip.flops,
+        memory=parts * read / chip.memory_bandwidth,
+        links=sum(c.bytes for c in sent) / chip.link_bandwidth,
+    )
+
+
+def _work_of(
+    mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work, placed: Sequence[ShardedParameter]
+) -> float:
+    """Operations of a micro-batch's matmuls with weights, forward."""
+    layers = _forward(mesh, config, placed, work.tokens(mesh), 0)
+    waiting = _bubble_factor(config, work.schedules(mesh, config))
+    return waiting * layers + _forward(mesh, config, placed, 0, work.scored(mesh))
+
+
+def _attended(mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work, chip: Chip) -> float:
+    """Operations of a micro-batch's attention, forward."""
+    waiting = _bubble_factor(config, work.schedules(mesh, config))
+    return waiting * attention.operations(mesh, config, work, chip.platform)
 
 
 def rollout(
@@ -108,20 +151,18 @@ def rollout(
     shards = meshes.batch_shards(mesh)
     prompts = work.prompts_per_step * work.max_prompt_length / shards
     prefill = _forward(mesh, config, placed, prompts, 0)
-    prefill += _attention(mesh, config, prompts, work.max_prompt_length)
+    prefill += _decoded(mesh, config, prompts, 0, work.max_prompt_length)
     slots = work.slots / shards
-    waves = -(-work.responses // work.slots)
-    steps = waves * work.max_completion_length
-    seen = work.max_prompt_length + work.max_completion_length / 2
+    # Slots are filled again as responses end.
+    steps = max(-(-work.responses // work.slots) * work.mean_completion, work.max_completion_length)
+    longest = work.max_prompt_length + work.mean_completion
+    seen = work.max_prompt_length + work.mean_completion / 2
     prefilled = sum(c.bytes for c in decode_collectives(mesh, config, prompts, rules))
     decoded = sum(c.bytes for c in decode_collectives(mesh, config, slots, rules))
+    each = _forward(mesh, config, placed, slots, slots)
+    each += _decoded(mesh, config, slots, work.max_prompt_length, longest)
     return Roofline(
-        compute=(
-            prefill
-            + steps * _forward(mesh, config, placed, slots, slots)
-            + steps * _attention(mesh, config, slots, seen)
-        )
-        / chip.flops,
+        compute=(prefill + steps * each) / chip.flops,
         memory=steps
         * (weights + slots * kv_bytes(config, work.length) * seen / work.length)
         / chip.memory_bandwidth,
@@ -170,14 +211,13 @@ def _forward(
     return total
 
 
-def _attention(mesh: Mesh | AbstractMesh, config: ModelConfig, tokens: float, seen: float) -> float:
-    """Operations of attention scores and their products with values, without a causal mask."""
+def _decoded(
+    mesh: Mesh | AbstractMesh, config: ModelConfig, tokens: float, first: float, last: float
+) -> float:
+    """Operations of attention where keys are kept, of tokens between two places of a sequence."""
     total = 0.0
-    for block in config.layers:
-        a = block.attention
-        if isinstance(a, LatentAttention):
-            head = a.nope_dim + a.rope_dim + a.value_dim
-        else:
-            head = 2 * a.head_dim
-        total += 2 * tokens * seen * a.num_heads * head
-    return total / mesh.shape["tensor"]
+    for c, layers in attention.kinds(config).items():
+        heads, _, width, value_width = attention.heads(c, mesh.shape["tensor"])
+        seen = attention.mean_seen(c, first, last)
+        total += layers * 2 * tokens * seen * heads * (width + value_width)
+    return total

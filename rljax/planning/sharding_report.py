@@ -11,7 +11,8 @@ from rljax import mesh as meshes
 from rljax import models
 from rljax.models import ModelConfig
 from rljax.models.pipeline import Schedule
-from rljax.planning.communication import Collective, update_collectives
+from rljax.planning.collectives import Collective
+from rljax.planning.communication import update_collectives
 from rljax.planning.placement import KINDS, ShardedParameter, shard_parameters
 from rljax.planning.tables import Table, Tables, count, size
 from rljax.planning.work import Work

@@ -83,3 +83,8 @@ def seconds(n: float) -> str:
             break
         n *= 1000
     return f"{n:.3g} {unit}"
+
+
+def short(text: str, most: int = 90) -> str:
+    """The beginning of a text that is longer."""
+    return text if len(text) <= most else f"{text[:most]} …"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +34,16 @@ class Work:
     max_prompt_length: int = 512
     """Tokens of a prompt."""
     max_completion_length: int = 1536
-    """Tokens of a response."""
+    """Tokens of the longest response."""
+    mean_completion_length: int = 0
+    """Tokens of a response on average; 0: as many as of the longest."""
     mini_batch_size: int = 1024
     """Responses of one optimizer step."""
     micro_batch_size: int = 1
     """Responses per device at a time; 0: all at once."""
+    micro_batch_tokens: int = 0
+    """Tokens of packed rows per device at a time, in scoring and updates; 0: rows are not packed,
+    and each has max_prompt_length + max_completion_length tokens."""
     slots: int = 1024
     """Sequences decoded at once."""
     page_size: int = 64
@@ -46,10 +52,12 @@ class Work:
     """Pages of the KV cache; 0: enough for all slots at full length."""
     decode_chunk: int = 16
     """Decode steps per host synchronisation."""
+    prefill_tokens: int = 4096
+    """Tokens per device of a prefill call."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            least = 0 if field.name in ("micro_batch_size", "num_pages") else 1
+            least = 0 if field.name in _MAY_BE_0 else 1
             value = getattr(self, field.name)
             if value < least:
                 raise InputError(f"{field.name}={value} must be at least {least}")
@@ -57,6 +65,11 @@ class Work:
             raise InputError(
                 f"mini_batch_size={self.mini_batch_size} must divide the {self.responses} "
                 "responses of a step (prompts_per_step × num_generations)"
+            )
+        if self.mean_completion_length > self.max_completion_length:
+            raise InputError(
+                f"mean_completion_length={self.mean_completion_length} exceeds "
+                f"max_completion_length={self.max_completion_length}; lower it"
             )
 
     @property
@@ -66,8 +79,28 @@ class Work:
 
     @property
     def length(self) -> int:
-        """Tokens of a row: prompt and response."""
+        """Tokens of the longest prompt and response."""
         return self.max_prompt_length + self.max_completion_length
+
+    @property
+    def mean_completion(self) -> int:
+        """Tokens of a response on average."""
+        return self.mean_completion_length or self.max_completion_length
+
+    @property
+    def mean_length(self) -> int:
+        """Tokens of a prompt and its response on average; all prompts count as the longest."""
+        return self.max_prompt_length + self.mean_completion
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row in scoring and updates."""
+        return max(self.micro_batch_tokens, self.length) if self.micro_batch_tokens else self.length
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sequence in a row, padding included where rows are not packed."""
+        return self.mean_length if self.micro_batch_tokens else self.length
 
     @property
     def updates(self) -> int:
@@ -85,12 +118,27 @@ class Work:
         Raises:
           InputError: The responses do not divide.
         """
-        return count_micro_batches(
-            self.mini_batch_size, meshes.batch_shards(mesh), self.micro_batch_size
-        )
+        return self._parts(mesh, self.mini_batch_size)
+
+    def score_parts(self, mesh: Mesh | AbstractMesh) -> int:
+        """Micro-batches in which a rollout batch is scored.
+
+        Raises:
+          InputError: The responses do not divide.
+        """
+        return self._parts(mesh, self.responses)
+
+    def _parts(self, mesh: Mesh | AbstractMesh, responses: int) -> int:
+        shards = meshes.batch_shards(mesh)
+        parts = count_micro_batches(responses, shards, self.micro_batch_size)
+        if not self.micro_batch_tokens:
+            return parts
+        return -(-responses * self.mean_length // (shards * self.row_length))
 
     def rows(self, mesh: Mesh | AbstractMesh) -> int:
-        """Responses of a micro-batch on each device."""
+        """Rows of a micro-batch on each device."""
+        if self.micro_batch_tokens:
+            return 1
         return self.mini_batch_size // meshes.batch_shards(mesh) // self.parts(mesh)
 
     def tokens(self, mesh: Mesh | AbstractMesh) -> int:
@@ -100,19 +148,20 @@ class Work:
           InputError: The rows do not divide.
         """
         context = mesh.shape["context"]
-        if self.length % context:
+        if self.row_length % context:
             raise InputError(
-                f"rows of max_prompt_length + max_completion_length = {self.length} tokens do not "
-                f"divide over context={context}; change one of them"
+                f"rows of max_prompt_length + max_completion_length (packed: micro_batch_tokens) = "
+                f"{self.row_length} tokens do not divide over context={context}; change one of them"
             )
-        return self.rows(mesh) * self.length // context
+        return self.rows(mesh) * self.row_length // context
 
     def scored(self, mesh: Mesh | AbstractMesh) -> int:
         """Tokens of a micro-batch for which a device computes logits.
 
-        Prompt tokens need none, but are not separated where rows are split along their length.
+        Prompt tokens need none, but are not separated where rows are packed or split along their
+        length.
         """
-        if mesh.shape["context"] > 1:
+        if self.micro_batch_tokens or mesh.shape["context"] > 1:
             return self.tokens(mesh)
         return self.rows(mesh) * self.max_completion_length
 
@@ -129,15 +178,39 @@ class Work:
         )
 
 
-@functools.cache
-def abstract_rows(config: ModelConfig, work: Work) -> Rows:
-    """The shapes and dtypes of the rows of an optimizer step, as in training."""
+_MAY_BE_0 = ("mean_completion_length", "micro_batch_size", "micro_batch_tokens", "num_pages")
 
-    def prepare() -> Rows:
-        shape = (work.mini_batch_size, work.length)
+
+def abstract_batch(config: ModelConfig, work: Work, mesh: Mesh | AbstractMesh) -> Batch:
+    """The shapes and dtypes of a rollout batch; packed, of the rows that it is scored in."""
+    return _batch(config, _shape(work, mesh, work.score_parts(mesh)))
+
+
+def abstract_rows(config: ModelConfig, work: Work, mesh: Mesh | AbstractMesh) -> Rows:
+    """The shapes and dtypes of the rows of an optimizer step, as in training."""
+    rows = _rows(config, _shape(work, mesh, work.parts(mesh)))
+    if not work.micro_batch_tokens:
+        return rows
+    most = -(-work.row_length // work.mean_length) + 1
+    return rows.replace(max_segments=1 << most.bit_length())
+
+
+def _shape(work: Work, mesh: Mesh | AbstractMesh, parts: int) -> tuple[int, int]:
+    """Rows and tokens of so many micro-batches."""
+    return meshes.batch_shards(mesh) * parts * work.rows(mesh), work.row_length
+
+
+@functools.cache
+def _rows(config: ModelConfig, shape: tuple[int, int]) -> Rows:
+    return jax.eval_shape(lambda batch: OBJECTIVE.prepare(batch)[0], _batch(config, shape))
+
+
+@functools.cache
+def _batch(config: ModelConfig, shape: tuple[int, int]) -> Batch:
+    def make() -> Batch:
         whole, real = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
         routing = jnp.zeros((*shape, len(config.mixture_layers), config.top_k), jnp.int32)
-        batch = Batch(
+        return Batch(
             tokens=whole,
             mask=whole > 0,
             group=whole[:, 0],
@@ -148,12 +221,19 @@ def abstract_rows(config: ModelConfig, work: Work) -> Rows:
             old_logp=real,
             routing=routing if config.top_k else None,
         )
-        return OBJECTIVE.prepare(batch)[0]
 
-    return jax.eval_shape(prepare)
+    return jax.eval_shape(make)
 
 
-def rows_bytes(config: ModelConfig, work: Work) -> int:
+def rows_bytes(config: ModelConfig, work: Work, mesh: Mesh | AbstractMesh) -> int:
     """Bytes of the rows of an optimizer step, of all devices together."""
-    leaves = jax.tree.leaves(abstract_rows(config, work))
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+    return _bytes(abstract_rows(config, work, mesh))
+
+
+def batch_bytes(config: ModelConfig, work: Work, mesh: Mesh | AbstractMesh) -> int:
+    """Bytes of what scoring reads of a rollout batch, of all devices together."""
+    return _bytes(abstract_batch(config, work, mesh).replace(rollout_logp=None, old_logp=None))
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))

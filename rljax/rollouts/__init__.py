@@ -8,7 +8,6 @@ from rljax.rollouts.collect import (
     collect,
 )
 from rljax.rollouts.groups import ScoredGroup, component_metrics, make_batch, score_groups
-from rljax.rollouts.shared_prompts import plan_sharing, share_batch, share_rows, unshare
 
 __all__ = [
     "CollectSettings",
@@ -19,9 +18,5 @@ __all__ = [
     "collect",
     "component_metrics",
     "make_batch",
-    "plan_sharing",
     "score_groups",
-    "share_batch",
-    "share_rows",
-    "unshare",
 ]

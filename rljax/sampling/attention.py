@@ -6,29 +6,23 @@ those of each row. They differ in where the keys and values lie.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
-from rljax_kernels import cpu
-from rljax_kernels.attention.blocks import vary_as
+from rljax_kernels.paged_attention import OPERATION, PageTables
+from rljax_kernels.paged_attention.blocked import prompt_attention
+from rljax_kernels.paged_attention.pages import from_bits, to_bits
+from rljax_kernels.registry import platform_here
 
+from rljax.mesh import map_shards
+from rljax.mesh.activations import split
 from rljax.models.forward import Attend
-from rljax.sampling.pool import (
-    Gathered,
-    from_bits,
-    put_tokens,
-    take_pages,
-    to_bits,
-    values_of,
-    zero_unseen,
-)
+from rljax.sampling.pool import Gathered, put_rows, put_tokens, values_of
 
 _HIDDEN_SCORE = -1e30  # of a key that a query may not see; -inf would give NaN where all are hidden
-
-_BLOCK = 512  # tokens of a row whose keys and values are read at once where there are more
 
 Part = tuple[Array, Array, Array]
 """Keys [B, K, d, S], values [B, K, S, dv] and allowed bool [R, t, S]: what R queries read together.
@@ -86,43 +80,52 @@ def _allowed(place: Array, positions: Array, window: int | None) -> Array:
     return (back >= 0) if window is None else (back >= 0) & (back < window)
 
 
-def _attention(read: Callable[..., tuple[list[Part], Any]]) -> Attend:
-    """Attention by a function that takes in new keys and values, and gives the parts to read.
+def prefill_attention(
+    table: Int[Array, "R P"], positions: Int[Array, "R t"], live: Bool[Array, "R t"]
+) -> Attend:
+    """Writes new keys and values into their pages, then attends over the pages of each row.
+
+    Both go by the tokens that there are, so that a page table may be as wide as it likes. Rows may
+    be parts of one sequence that follow each other: all of them are written before any is read.
 
     Args:
-      read: (k, v, layer, cache, window) to (parts, cache).
+      table: The pages of each row, in order; entries past a row's length may be anything valid.
+      positions: Positions of the new tokens, which follow each other.
+      live: Which of them exist, the first ones of a row; others are neither written nor read, and
+        their output is 0.
     """
 
     def attend(
-        q: Array,
-        k: Array,
-        v: Array,
-        layer: Array | int,
-        cache: Any,
-        *,
-        scale: float,
-        window: int | None = None,
-        sinks: Array | None = None,
+        q: Array, k: Array, v: Array, layer: Array | int, pool: Any, **how: Any
     ) -> tuple[Array, Any]:
-        parts, cache = read(k, v, layer, cache, window)
-        return attend_parts(q, parts, scale, sinks), cache
+        new = {"k": to_bits(k), "v": to_bits(v)}
+        if platform_here() == "tpu":
+            pool = put_rows(pool, layer, new, table, positions[:, 0], live.sum(1))
+        else:
+            num_pages, page_size = pool["k"].shape[1], pool["k"].shape[4]
+            page = jnp.take_along_axis(table, positions // page_size, axis=1, mode="clip")
+            page = jnp.where(live, page, num_pages)  # out of bounds: dropped
+            pool = put_tokens(pool, layer, new, page, positions % page_size)
+        out = prompt_attention(q, pool, layer, table, positions, live, v.shape[-1], **how)
+        return out, pool
 
     return attend
 
 
-def paged_attention(
-    table: Int[Array, "R P"], positions: Int[Array, "R t"], live: Bool[Array, "R t"]
+def decode_attention(
+    tables: PageTables, positions: Int[Array, " R"], live: Bool[Array, " R"], backend: str
 ) -> Attend:
-    """Writes the new keys and values into their pages, then attends over all pages of each row.
+    """Attention of one new token a row over its pages, by `rljax_kernels.paged_attention`.
 
-    Pages of many tokens are read in blocks, with an online softmax: memory then grows with the new
-    tokens, not with all that they see, and blocks that none of them sees are not read.
+    Heads are computed where the mesh axis `tensor` has them.
 
     Args:
-      table: The pages of each row, in order; entries past a row's length may be anything valid.
+      tables: The pages of each row.
       positions: Positions of the new tokens.
-      live: Which of them exist; others are neither written nor read.
+      live: Which of them exist; others are not written, and their output is 0.
+      backend: The name of an implementation that computes what the model asks for here.
     """
+    run = OPERATION.named(backend).run
 
     def attend(
         q: Array,
@@ -135,111 +138,37 @@ def paged_attention(
         window: int | None = None,
         sinks: Array | None = None,
     ) -> tuple[Array, Any]:
-        num_pages, page_size = pool["k"].shape[1], pool["k"].shape[4]
-        page = jnp.take_along_axis(table, positions // page_size, axis=1, mode="clip")
-        page = jnp.where(live, page, num_pages)  # out of bounds: dropped
-        new = {"k": to_bits(k), "v": to_bits(v)}
-        pool = put_tokens(pool, layer, new, page, positions % page_size)
-        last = jnp.max(jnp.where(live, positions, -1), axis=1)
-        first = jnp.min(jnp.where(live, positions, last[:, None] + 1))
+        def local(
+            q: Array, k: Array, v: Array, pool: Any, tables: PageTables, rows: Any, sinks: Any
+        ) -> tuple[Array, Any]:
+            positions, live, traced = rows
+            at = layer if traced is None else traced
+            return run(
+                q, k, v, pool, at, tables, positions, live, scale=scale, window=window, sinks=sinks
+            )
 
-        def read(table: Array, start: Array | int) -> Part:
-            place = start + jnp.arange(table.shape[1] * page_size)
-            rows = zero_unseen(take_pages(pool, layer, table), place <= last[:, None])
-            allowed = _allowed(place, positions, window)
-            return from_bits(rows["k"]), values_of(rows, v.shape[-1]), allowed
-
-        if table.shape[1] * page_size <= 2 * _BLOCK:
-            return attend_parts(q, [read(table, 0)], scale, sinks), pool
-        pages = max(_BLOCK // page_size, 1)
-        padded = jnp.pad(table, ((0, 0), (0, -table.shape[1] % pages)))
-
-        def block(i: Array) -> Part:
-            these = jax.lax.dynamic_slice_in_dim(padded, i * pages, pages, axis=1)
-            return read(these, i * pages * page_size)
-
-        seen = 0 if window is None else jnp.maximum(first - window + 1, 0)
-        most = jnp.maximum(jnp.max(last), 0)
-        bounds = seen // (pages * page_size), most // (pages * page_size) + 1
-        start = vary_as(jnp.zeros((*q.shape[:3], v.shape[-1])), q, pool, table)
-        return _attend_blocks(q, start, block, bounds, scale, sinks), pool
+        rows = (positions, live, None if isinstance(layer, int) else layer)
+        heads, keys = (P(None, axis) for axis in head_axes(q.shape[2], k.shape[2]))
+        laid = {name: P(None, *keys) for name in pool}
+        of_heads = None if sinks is None else P(*heads[1:])
+        specs = (heads, keys, keys, laid, P(), P(), of_heads)
+        shards = map_shards(local, specs, (heads, laid))
+        out, pool = shards(q[:, 0], k[:, 0], v[:, 0], pool, tables, rows, sinks)
+        return out[:, None], pool
 
     return attend
 
 
-def _attend_blocks(
-    q: Float[Array, "R t H d"],
-    out: Float[Array, "R t H dv"],
-    block: Callable[[Array], Part],
-    bounds: tuple[Array | int, Array],
-    scale: float,
-    sinks: Float[Array, " H"] | None,
-) -> Float[Array, "R t H dv"]:
-    """`attend_parts` over the blocks from the first bound on and below the second.
+def head_axes(heads: int, kv_heads: int) -> tuple[str | None, str | None]:
+    """The mesh axis that splits the heads of queries, and that of keys; None: they are whole.
 
-    The softmax is computed online (Milakov and Gimelshein, 2018, arXiv:1805.02867).
-
-    Args:
-      q: Queries.
-      out: float32 zeros, which vary over the mesh axes over which the result does.
-      block: Keys and values of a block, and which of them each query sees.
-      bounds: Numbers of blocks.
-      scale: Multiplies the scores.
-      sinks: As for `attend_parts`.
+    The heads of queries lie where their keys are, which all devices have of latent attention.
     """
-    rows, t, heads, width = out.shape
-    kv = jax.eval_shape(block, jnp.int32(0))[0].shape[1]
-
-    def fold(x: Array) -> Array:
-        """[R, t, H, n] to [R, K, t · g, n]: one matmul for each row and KV head."""
-        return (
-            x.reshape(rows, t, kv, heads // kv, -1).swapaxes(1, 2).reshape(rows, kv, -1, x.shape[3])
-        )
-
-    flat, out = fold(q), fold(out)
-
-    def add(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        top, total, out = carry
-        keys, values, allowed = block(i)
-        scores = jnp.matmul(flat, keys, preferred_element_type=jnp.float32) * scale
-        scores = scores.reshape(rows, kv, t, -1, keys.shape[-1])
-        scores = jnp.where(allowed[:, None, :, None], scores, _HIDDEN_SCORE)
-        scores = scores.reshape(*flat.shape[:3], -1)
-        above = jnp.maximum(top, scores.max(-1))
-        exp, fade = jnp.exp(scores - above[..., None]), jnp.exp(top - above)
-        new = jnp.matmul(exp.astype(values.dtype), values, preferred_element_type=jnp.float32)
-        return above, total * fade + exp.sum(-1), out * fade[..., None] + new
-
-    top, total = jnp.full_like(out[..., 0], _HIDDEN_SCORE), jnp.zeros_like(out[..., 0])
-    if sinks is not None:  # each is a key whose value is 0
-        sink = sinks.astype(jnp.float32)[:, None]
-        top, total = top * 0 + fold(jnp.broadcast_to(sink, (rows, t, heads, 1)))[..., 0], total + 1
-    _, total, out = jax.lax.fori_loop(*bounds, add, (top, total, out))
-    out = (out / total[..., None]).reshape(rows, kv, t, -1, width)
-    return out.swapaxes(1, 2).reshape(rows, t, heads, width).astype(q.dtype)
-
-
-def native_attention(
-    table: Int[Array, "R P"], positions: Int[Array, " R"], live: Bool[Array, " R"]
-) -> Attend:
-    """`paged_attention` of one new token a row by `rljax_kernels.cpu`: float32, pages in place.
-
-    Args:
-      table: The pages of each row, in order.
-      positions: Positions of the new tokens.
-      live: Which of them exist.
-    """
-
-    def attend(
-        q: Array, k: Array, v: Array, layer: Array | int, pool: Any, **how: Any
-    ) -> tuple[Array, Any]:
-        tokens = cpu.PagedTokens(pool["k"], pool["v"], table, positions, live)
-        out, keys, values = cpu.decode_attention(
-            q[:, 0], k[:, 0], v[:, 0], tokens, int(layer), **how
-        )
-        return out[:, None], {"k": keys, "v": values}
-
-    return attend
+    if not split("tensor"):
+        return None, None
+    devices = jax.sharding.get_abstract_mesh().shape["tensor"]
+    keys = "tensor" if kv_heads % devices == 0 else None
+    return ("tensor" if keys or (kv_heads == 1 and heads % devices == 0) else None), keys
 
 
 def gathered_attention(
@@ -257,9 +186,17 @@ def gathered_attention(
       shared: Keys and values of blocks of rows; empty where nothing is shared.
     """
 
-    def read(
-        k: Array, v: Array, layer: Array | int, gathered: Any, window: int | None
-    ) -> tuple[list[Part], Any]:
+    def attend(
+        q: Array,
+        k: Array,
+        v: Array,
+        layer: Array | int,
+        gathered: Any,
+        *,
+        scale: float,
+        window: int | None = None,
+        sinks: Array | None = None,
+    ) -> tuple[Array, Any]:
         rows = jnp.arange(k.shape[0])
         size = gathered["k"][layer].shape[3]
         place = jnp.where(live[:, 0], positions[:, 0] - base, size)  # out of bounds: dropped
@@ -275,6 +212,6 @@ def gathered_attention(
             seen = _allowed(place, positions, window) & (place < base[:, None])[:, None]
             parts.append((from_bits(block["k"]), values_of(block, v.shape[-1]), seen))
         gathered = {n: [*x[:layer], own[n], *x[layer + 1 :]] for n, x in gathered.items()}
-        return parts, gathered
+        return attend_parts(q, parts, scale, sinks), gathered
 
-    return _attention(read)
+    return attend

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from typing import Any, Literal
+from typing import Any
+
+from rljax_kernels.paged_attention import OPERATION
 
 from rljax.errors import InputError
 from rljax.models.config import ModelConfig
 from rljax.sampling.checks import integer
 
-Kernels = Literal["auto", "native", "off"]
+PLAIN = ("blocked", "reference")
+"""The implementations of `rljax_kernels.paged_attention` in plain JAX, the better one first."""
+
+KERNELS = ("auto", "off", *(i.name for i in OPERATION.implementations))
+"""What `kernels` may be."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +35,15 @@ class ProgramConfig:
         1: none do.
       gathered: Whether a chunk gathers the active sequences' pages out of the pool and works on the
         copy, layer by layer, which CPUs are fast at; it takes as much memory as those pages, padded
-        to the longest sequence. Else each step reads the pages themselves, in a loop over layers,
-        and nothing is shared. None: on CPU only.
-      kernels: Whether decode steps use the kernels of `rljax_kernels.cpu`, which a C++ compiler
-        builds at first use: on one CPU in float32 up to twice as fast, with fewer programs to
-        compile. Pages are then read where they are, but for latent attention's. `auto`: where that
-        is possible and neither `gathered` nor the model's `expert_backend` asks for something else;
-        `native`: refused where it is not possible; `off`: never.
+        to the longest sequence. Else each step reads the pages themselves, in a loop over layers.
+        None: on CPU only.
+      kernels: What decode steps are computed by. `off`: XLA alone. `native`: the kernels of
+        `rljax_kernels.cpu`, which a C++ compiler builds at first use: on one CPU in float32 up to
+        twice as fast, with fewer programs to compile; pages are then read where they are, but for
+        latent attention's. Other names: that implementation of `rljax_kernels.paged_attention`.
+        What is named is refused where it is not possible. `auto`: `native` where that is possible
+        and neither `gathered` nor the model's `expert_backend` asks for something else; on GPU and
+        TPU the first implementation that computes what the model needs.
     """
 
     chunk: int = 32
@@ -43,13 +51,13 @@ class ProgramConfig:
     least_rows: int = 4
     share: int = 8
     gathered: bool | None = None
-    kernels: Kernels = "auto"
+    kernels: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("chunk", "prefill_tokens", "least_rows", "share"):
             integer(name, getattr(self, name), 1)
-        if self.kernels not in ("auto", "native", "off"):
-            raise InputError(f"kernels={self.kernels!r} must be 'auto', 'native' or 'off'")
+        if self.kernels not in KERNELS:
+            raise InputError(f"kernels={self.kernels!r} must be one of {', '.join(KERNELS)}")
 
 
 @dataclasses.dataclass(frozen=True)

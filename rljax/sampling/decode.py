@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
+from rljax_kernels.paged_attention import PageTables
 
 from rljax.mesh import true_anywhere, vary_over
 from rljax.models.config import ModelConfig
 from rljax.models.forward import Attend, hidden_states, output_logits
 from rljax.models.parameters import Params
 from rljax.sampling.adjustments import Adjustments, adjust
-from rljax.sampling.attention import gathered_attention, native_attention, paged_attention
+from rljax.sampling.attention import decode_attention, gathered_attention, prefill_attention
 from rljax.sampling.pool import Gathered, Pool, gather_pages, scatter_tokens
 from rljax.sampling.token_sampling import keep_mask, keys_at, likeliest, row_keys, sample_tokens
 
-Attention = Literal["gathered", "paged", "native"]
-"""`gathered`: a chunk copies the rows' pages out of the pool once, works on the copy layer by
-layer, and writes the new tokens back at its end. `paged`: each step reads and writes the pages
-themselves. `native`: so do the kernels of `rljax_kernels.cpu`, at the cost of the tokens that there
-are."""
+GATHERED = "gathered"
+"""A chunk copies the rows' pages out of the pool once, works on the copy layer by layer, and writes
+the new tokens back at its end. Otherwise each step reads and writes the pages themselves, by an
+implementation of `rljax_kernels.paged_attention`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,8 @@ class DecodeOptions:
 
     Attributes:
       chunk: Most steps of a chunk, C.
-      attention: How steps reach the pages.
+      attention: How steps reach the pages: `GATHERED`, or the name of an implementation of
+        `rljax_kernels.paged_attention`.
       with_routing: Whether to return the experts of each fed token.
       max_support: Most tokens that a row which cuts its distribution keeps, and returns; 0: any
         number, and none are returned.
@@ -40,7 +41,7 @@ class DecodeOptions:
     """
 
     chunk: int
-    attention: Attention
+    attention: str
     with_routing: bool = False
     max_support: int = 0
     top_logprobs: int = 0
@@ -82,21 +83,6 @@ class RowSampling:
     top_k: Int[Array, " R"]
     min_p: Float[Array, " R"]
     stop: Int[Array, "R K"]
-
-
-@struct.dataclass
-class PageTables:
-    """Where the keys and values of each row lie.
-
-    Attributes:
-      own: int32 [R, P], the row's own pages.
-      base: int32 [R], how many tokens before its own the row reads from pages its block shares.
-      shared: int32 [B, Q], the pages that each R / B rows share; [1, 0] where none do.
-    """
-
-    own: Int[Array, "R P"]
-    base: Int[Array, " R"]
-    shared: Int[Array, "B Q"]
 
 
 @struct.dataclass
@@ -153,6 +139,9 @@ def prefill(
 ) -> tuple[Pool, Array | None]:
     """Runs `count` tokens of each row from position `start`, filling its pages.
 
+    Memory grows with the tokens, and not with the pages that they read. Rows may be parts of one
+    prompt that follow each other.
+
     Returns:
       The pool, and the routing int32 [R, q, layers, k] (None for a dense model).
     """
@@ -164,7 +153,7 @@ def prefill(
         config,
         tokens,
         positions,
-        paged_attention(table, positions, live),
+        prefill_attention(table, positions, live),
         cache=pool,
         counted=live,
     )
@@ -186,7 +175,7 @@ def decode_chunk(
       params: The weights.
       pool: The KV pool; donated.
       inputs: The rows.
-      config: The model; with its layers unstacked unless attention is `paged`.
+      config: The model; its layers unstacked where pages are gathered or attention is `native`.
       options: What to compile for.
       filtered: Whether any row cuts its distribution (spares the sort where none does).
 
@@ -241,7 +230,7 @@ def decode_chunk(
     output = _blank_output(first.token, config, options, filtered)
     state = (jnp.int32(0), cache, first.token, first.position, first.active, output)
     _, cache, token, position, active, output = jax.lax.while_loop(more, step, state)
-    if options.attention == "gathered":
+    if options.attention == GATHERED:
         steps = jnp.arange(options.chunk)
         place = (first.position - tables.base)[:, None] + steps
         written = steps < output.count[:, None]
@@ -252,7 +241,7 @@ def decode_chunk(
 
 def _cache(pool: Pool, inputs: DecodeInputs, options: DecodeOptions) -> tuple[Any, Gathered]:
     """What the steps read and write, and what blocks of rows read together."""
-    if options.attention != "gathered":
+    if options.attention != GATHERED:
         return pool, {}
     tables = inputs.tables
     own = gather_pages(pool, tables.own, inputs.carry.position - tables.base)
@@ -262,13 +251,11 @@ def _cache(pool: Pool, inputs: DecodeInputs, options: DecodeOptions) -> tuple[An
 
 
 def _attend(
-    tables: PageTables, shared: Gathered, position: Array, active: Array, attention: Attention
+    tables: PageTables, shared: Gathered, position: Array, active: Array, attention: str
 ) -> Attend:
-    if attention == "gathered":
+    if attention == GATHERED:
         return gathered_attention(position[:, None], active[:, None], tables.base, shared)
-    if attention == "native":
-        return native_attention(tables.own, position, active)
-    return paged_attention(tables.own, position[:, None], active[:, None])
+    return decode_attention(tables, position, active, attention)
 
 
 def _sample(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from rljax_kernels.paged_attention import PageTables
 
 from rljax.sampling import adjustments, decode
 from rljax.sampling.adjustments import AdjustmentShape
@@ -48,7 +49,7 @@ def blank_inputs(
             min_p=full(0, rows, dtype=np.float32),
             stop=full(-1, rows, stop_ids),
         ),
-        tables=decode.PageTables(
+        tables=PageTables(
             own=full(0, rows, own),
             base=full(0, rows),
             shared=full(0, shards * blocks, shared),

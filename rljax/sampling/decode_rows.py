@@ -42,7 +42,7 @@ class Shapes:
       page_size: Tokens of a page.
       most_pages: Pages of the longest sequence.
       exact: Whether a step costs what its tokens cost, however wide the page tables are: all are
-        then as wide as the longest needs, and rows come in finer steps.
+        then as wide as the longest needs, and rows that share nothing come in finer steps.
     """
 
     slots: int
@@ -63,7 +63,8 @@ class Shapes:
     @property
     def _row_buckets(self) -> list[int]:
         least = min(self.least_rows, self.slots)
-        return buckets(least, self.slots, _EXACT_GROWTH if self.exact else 2)
+        fine = self.exact and self.share == 1
+        return buckets(least, self.slots, _EXACT_GROWTH if fine else 2)
 
     def pages(self, n: int, rows: int) -> int:
         """Columns of a page table that holds n pages of each of so many rows' own."""
@@ -76,6 +77,8 @@ class Shapes:
 
     def shared_pages(self, n: int) -> int:
         """Columns of a page table that holds n pages of a prompt's."""
+        if self.exact:
+            return self.most_pages
         return bucket(n, self._least_pages, self.most_pages, _SHARED_GROWTH)
 
     @property
@@ -84,7 +87,9 @@ class Shapes:
 
     def can_share(self, rows: int) -> bool:
         """Whether chunks of so many rows come with shared pages too."""
-        return self.share > 1 and rows % self.share == 0 and rows > self.share
+        # Where pages are copied out, one block alone saves too little.
+        least = self.share if self.exact else self.share + 1
+        return self.share > 1 and rows % self.share == 0 and rows >= least
 
     def every(
         self, most_rows: int | None = None, tokens: int | None = None, prompt: int | None = None
@@ -99,7 +104,8 @@ class Shapes:
         rows_limit = self.rows(min(most_rows or self.slots, self.slots))
         longest = self._pages_of(tokens, self.most_pages)
         shared_longest = self._pages_of(prompt, longest)
-        shared = buckets(self._least_pages, self.shared_pages(shared_longest), _SHARED_GROWTH)
+        least_shared = self.most_pages if self.exact else self._least_pages
+        shared = buckets(least_shared, self.shared_pages(shared_longest), _SHARED_GROWTH)
         for rows in self._row_buckets:
             if rows > rows_limit:
                 break

@@ -15,6 +15,7 @@ from rljax.errors import EngineStateError, InputError
 from rljax.models.config import ModelConfig
 from rljax.sampling import requests, warm_up
 from rljax.sampling.config import EngineConfig
+from rljax.sampling.kernels import platform_of
 from rljax.sampling.loop import DecodeLoop
 from rljax.sampling.params import SamplingParams
 from rljax.sampling.programs import check_rules
@@ -50,7 +51,7 @@ class Engine:
         config: ModelConfig,
         mesh: Mesh | None = None,
         slots: int = 64,
-        page_size: int = 16,
+        page_size: int | None = None,
         num_pages: int | None = None,
         max_length: int = 1024,
         *,
@@ -64,7 +65,7 @@ class Engine:
           config: The model.
           mesh: Where to run; None: the default device.
           slots: Sequences decoded at once, on all shards together.
-          page_size: Tokens of a page.
+          page_size: Tokens of a page; None: 128 on TPU, where kernels need it, 16 elsewhere.
           num_pages: Pages of the whole pool; None: enough that no sequence is ever preempted.
           max_length: Longest prompt plus response.
           detokenize: Token ids to text; needed where stop strings are used.
@@ -80,6 +81,8 @@ class Engine:
             where they are of no use, or a rule splits what decoding needs whole.
           MissingDependencyError: Kernels are wanted and cannot be built.
         """
+        if page_size is None:
+            page_size = 128 if platform_of(mesh) == "tpu" else 16
         self.settings = EngineConfig.from_options(
             slots=slots, page_size=page_size, num_pages=num_pages, max_length=max_length, **options
         )
@@ -167,6 +170,14 @@ class Engine:
         Nothing is allocated: the mesh may be of described devices.
         """
         return self.runner.lower_decode()
+
+    def lower_prefill(self, prompt_length: int) -> jax.stages.Lowered:
+        """The program of the largest prefill call, lowered from shapes alone.
+
+        Args:
+          prompt_length: Tokens of the longest prompt.
+        """
+        return self.runner.lower_prefill(prompt_length)
 
     def warm_up(
         self,

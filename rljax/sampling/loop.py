@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Iterator
 
 from rljax.sampling.adjustments import AdjustmentShape
+from rljax.sampling.decode import GATHERED
 from rljax.sampling.decode_rows import arrange
 from rljax.sampling.responses import Collector, Response
 from rljax.sampling.runner import Chunk, Runner
@@ -75,7 +76,7 @@ class DecodeLoop:
         strings are to be found or the chunk still holds a cancelled group; or where fewer rows
         would do or nothing is left to draw.
         """
-        if self._runner.attention == "gathered" or any(shard.waiting for shard in self._shards):
+        if self._runner.attention == GATHERED or any(shard.waiting for shard in self._shards):
             return False
         if any(q.sampling.stop or (q.group.over and not q.finish_reason) for *_, q in chunk.rows):
             return False

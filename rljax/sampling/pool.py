@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
+from rljax_kernels.paged_attention.pages import Pool, from_bits, to_bits
 
 from rljax.errors import InputError
 from rljax.mesh import BATCH_AXES
 from rljax.models.config import LatentAttention, ModelConfig
 
-Pool = dict[str, Array]
-"""`k` [layers, pages, kv_heads, head_dim, page_size] and `v` [layers, pages, kv_heads, page_size,
-head_dim] in the compute dtype; bfloat16 as its bits in uint16, since XLA on CPU scatters bfloat16
-by converting the whole operand. Keys lie with the tokens last, which a step's scores read in order.
-
-Of latent attention there is only `k`, one head that holds the latent and then the rotary key:
-values are the leading part of keys."""
+_IN_ORDER = Layout((0, 1, 2, 3, 4))
 
 Gathered = dict[str, list[Array]]
 """Keys [R, kv_heads, head_dim, S] and values [R, kv_heads, S, head_dim] of R rows, an array for
@@ -26,7 +22,11 @@ each layer; in the pool's dtype."""
 
 
 def make_pool(config: ModelConfig, num_pages: int, page_size: int) -> Pool:
-    """An empty KV pool.
+    """An empty KV pool: keys and values in the compute dtype, see `Pool`.
+
+    bfloat16 lies in it as bits, since XLA on CPU scatters bfloat16 by converting the whole operand.
+    Keys lie with the tokens last, which a step's scores read in order. Of latent attention there is
+    only `k`, one head that holds the latent and then the rotary key.
 
     Raises:
       ValueError: Layers differ in their KV heads, which one pool cannot hold.
@@ -55,16 +55,6 @@ def pool_sharding(config: ModelConfig, mesh: Mesh | AbstractMesh) -> NamedShardi
     heads = jax.eval_shape(lambda: make_pool(config, 1, 1))["k"].shape[2]
     split = "tensor" if heads % mesh.shape["tensor"] == 0 else None
     return NamedSharding(mesh, P(None, BATCH_AXES, split))
-
-
-def to_bits(x: Array) -> Array:
-    """A compute dtype as it lies in the pool."""
-    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
-
-
-def from_bits(x: Array) -> Array:
-    """The inverse of `to_bits`."""
-    return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
 
 
 def values_of(layer: dict[str, Array], dim: int) -> Array:
@@ -102,6 +92,48 @@ def put_tokens(
         at = x.at[layer, page, :, :, offset] if name == "k" else x.at[layer, page, :, offset]
         out[name] = at.set(new[name], mode="drop")
     return out
+
+
+def put_rows(
+    pool: Pool, layer: Array | int, new: dict[str, Array], table: Array, start: Array, count: Array
+) -> Pool:
+    """Writes the first `count` [R] of tokens [R, t, kv_heads, head_dim], which follow each other.
+
+    As `put_tokens` does, but page by page: the scatter of single tokens has another layout on TPU
+    than all that reads the pool, which is then copied as a whole.
+
+    Args:
+      pool: The KV pool.
+      layer: Of the tokens.
+      new: Their keys and values, as they lie in the pool.
+      table: int32 [R, P], the pages of each row.
+      start: int32 [R], the position of the first token.
+      count: int32 [R], tokens that there are.
+    """
+    page_size, tokens = pool["k"].shape[4], new["k"].shape[1]
+    most = -(-tokens // page_size) + 1  # pages that a row's tokens touch
+    first = start // page_size
+    # The token of each place of these pages.
+    at = jnp.arange(most * page_size) - (start - first * page_size)[:, None]
+    fresh = ((at >= 0) & (at < count[:, None])).reshape(-1, most, page_size)
+    at = jnp.clip(at, 0, tokens - 1).reshape(-1, most, page_size)
+
+    def write(i: Array, pool: Pool) -> Pool:
+        row, turn = i // most, i % most
+        page = table[row, jnp.minimum(first[row] + turn, table.shape[1] - 1)]
+        out = dict(pool)
+        for name, x in pool.items():
+            mine = new[name][row][at[row, turn]]  # [page_size, K, d]
+            mine = mine.transpose((1, 2, 0) if name == "k" else (1, 0, 2))[None, None]
+            kept = fresh[row, turn] if name == "k" else fresh[row, turn][:, None]
+            place = (layer, page, 0, 0, 0)
+            old = jax.lax.dynamic_slice(x, place, mine.shape)
+            mine = with_layout_constraint(jnp.where(kept, mine, old), _IN_ORDER)
+            changed = jax.lax.dynamic_update_slice(x, mine, place)
+            out[name] = with_layout_constraint(changed, _IN_ORDER)
+        return out
+
+    return jax.lax.fori_loop(0, table.shape[0] * most, write, pool)
 
 
 def zero_unseen(layer: dict[str, Array], seen: Bool[Array, "R S"]) -> dict[str, Array]:

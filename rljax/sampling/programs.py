@@ -46,6 +46,7 @@ class Programs:
         self.config = path.config
         self.decode_config = unstack_config(path.config) if path.unstacked else path.config
         self._mesh, self._rules, self._sizes, self._options = mesh, rules, sizes, options
+        self._opaque = path.opaque
         self._device: Sharding | None = None
 
     def place_like(self, params: models.Params) -> None:
@@ -125,12 +126,13 @@ class Programs:
 
         return on_mesh
 
-    def lower_decode(self, wanted: models.Params, inputs: steps.DecodeInputs) -> jax.stages.Lowered:
-        """The program of a decode chunk, lowered from shapes alone.
+    def lower(self, program: Any, wanted: models.Params, *inputs: Any) -> jax.stages.Lowered:
+        """The program of prefill, or of a decode chunk, lowered from shapes alone.
 
         Args:
-          wanted: Shapes, dtypes and layout of the weights of `decode_config`.
-          inputs: Rows of the shapes to lower for; their values do not matter.
+          program: `prefill` or one of `decode`.
+          wanted: Shapes, dtypes and layout of the weights that it takes.
+          *inputs: Rows of the shapes to lower for; their values do not matter.
         """
 
         def laid_out(tree: Any, layout: Sharding | None) -> Any:
@@ -142,9 +144,8 @@ class Programs:
         if self._mesh is not None:
             pools, rows = pool_sharding(self.config, self._mesh), self._rows_layout
         make = functools.partial(make_pool, self.config, self._pages, self._sizes.page_size)
-        program: Any = self.decode[False]
         pool = laid_out(jax.eval_shape(make), pools)
-        return program.lower(wanted, pool, laid_out(inputs, rows))
+        return program.lower(wanted, pool, *(laid_out(x, rows) for x in inputs))
 
     def _over_shards(self, function: Callable, out_specs: Any, *in_specs: Any) -> Callable:
         """The function on each shard's own slots and pages; jitted, the pool donated."""
@@ -157,13 +158,14 @@ class Programs:
                 out_specs,
                 is_leaf=lambda spec: isinstance(spec, P),
             )
-        if self._mesh is not None and self._sizes.shards > 1:
+        if self._mesh is not None and (self._sizes.shards > 1 or self._opaque):
+            split_by_xla = {"tensor"} if self._mesh.shape["tensor"] > 1 else set()
             function = jax.shard_map(
                 function,
                 mesh=self._mesh,
                 in_specs=in_specs,
                 out_specs=out_specs,
-                axis_names=set(meshes.AXES) - {"tensor"},  # which XLA splits
+                axis_names=set(meshes.AXES) - split_by_xla,
             )
         return processes.run_serially(
             jax.jit(function, donate_argnums=(in_specs.index(_POOL),), out_shardings=out)

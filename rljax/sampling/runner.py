@@ -66,17 +66,17 @@ class Runner:
     def __init__(
         self, config: EngineConfig, model: ModelConfig, mesh: Mesh | None, rules: meshes.Rules
     ) -> None:
-        path = kernels.choose(model, mesh, config.programs)
+        path = kernels.choose(model, mesh, config)
         self.sizes = config.of_shard(meshes.batch_shards(mesh))
         self.records = config.records.fit(model)
         self.attention = path.attention
         self.shapes = Shapes(
             slots=self.sizes.slots,
             least_rows=config.programs.least_rows,
-            share=config.programs.share if path.attention == "gathered" else 1,
+            share=config.programs.share if path.shares else 1,
             page_size=config.page_size,
             most_pages=self.sizes.most_pages,
-            exact=path.attention == "native",
+            exact=path.exact,
         )
         self.prefill_shapes = PrefillShapes(
             self.sizes, config.programs.prefill_tokens, config.max_length
@@ -126,13 +126,11 @@ class Runner:
             routing = self.run_prefill(call)
             if self.records.with_routing:
                 call.keep_routing(processes.fetch(routing))
-            waiting = [
-                call.unfinished(s) + part[len(call.of_shard[s]) :] for s, part in enumerate(waiting)
-            ]
+            waiting = call.left
 
     def run_prefill(self, call: PrefillCall) -> jax.Array | None:
         """One call; returns the routing of its tokens (None for a dense model)."""
-        self._log_first("prefill of tokens", call.tokens.shape, call.table.shape)
+        self._log_first("prefill of tokens", call.tokens.shape)
         arrays = (self.programs.put(x) for x in call.arrays())
         self._pool, routing = self.programs.prefill(self.params, self._ready_pool(), *arrays)
         return routing
@@ -212,4 +210,11 @@ class Runner:
             rows, self.shapes, self._stop_ids, [0] * self.sizes.shards, columns
         )
         wanted = self.weights.wanted(self.programs.decode_config)
-        return self.programs.lower_decode(wanted, inputs)
+        return self.programs.lower(self.programs.decode[False], wanted, inputs)
+
+    def lower_prefill(self, prompt_length: int) -> jax.stages.Lowered:
+        """The program of the largest prefill call, lowered from shapes alone."""
+        shapes = self.prefill_shapes.every(prompt_length, self.sizes.slots)
+        call = self.prefill_shapes.blank(*max(shapes, key=lambda s: (s[0] * s[1], s[1])))
+        wanted = self.weights.wanted(self.programs.config)
+        return self.programs.lower(self.programs.prefill, wanted, *call.arrays())

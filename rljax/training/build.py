@@ -159,7 +159,7 @@ def _make_engine(config: Config, policy: Policy, sampling: SamplingParams) -> En
         policy.mesh,
         slots=sampler.slots,
         least_rows=sampler.slots if brief else max(sampler.slots // 16, 4),
-        page_size=sampler.page_size,
+        page_size=sampler.page_size or None,
         num_pages=sampler.num_pages or None,
         max_length=config.data.max_prompt_length + longest,
         chunk=sampler.decode_chunk,

@@ -26,16 +26,17 @@ class FirstUses:
         self.announced = 0
 
     @contextlib.contextmanager
-    def of(self, program: str, shapes: object) -> Iterator[None]:
+    def of(self, program: str, shapes: object, padding: float = 0.0) -> Iterator[None]:
         """Announces the compilations inside the block, if it is the first for these shapes.
 
         Args:
           program: What runs inside.
           shapes: Its shapes, as they are to be told.
+          padding: The share of padding among the tokens of this first use.
         """
         new = (program, str(shapes)) not in self._seen
         if new:
-            _log.info("compiling %s for %s", program, shapes)
+            _log.info("compiling %s for %s; %.0f%% padding", program, shapes, 100 * padding)
         started = time.perf_counter()
         with self._expect(program, str(shapes)) as compiled:
             yield

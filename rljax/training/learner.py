@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -17,19 +18,22 @@ from rljax import processes
 from rljax.batch import Batch, Rows
 from rljax.config import Config
 from rljax.errors import InputError, TrainingStoppedError
+from rljax.mesh import constrain_rows
 from rljax.models import Params
-from rljax.rollouts import ScoredGroup, make_batch, plan_sharing, share_rows
+from rljax.packing import Layout
+from rljax.rollouts import ScoredGroup, make_batch
 from rljax.training.first_use import FirstUses
 from rljax.training.metrics import Metrics
 from rljax.training.microbatches import count_micro_batches
 from rljax.training.optimizer import learning_rate, make_optimizer
 from rljax.training.policy import Policy, load_teacher
+from rljax.training.row_cost import row_cost
 from rljax.training.rows import RowPlanner, RowShapes
 from rljax.training.scoring import ScoreOptions, Scores, make_score, make_values
 from rljax.training.state import RunState
 from rljax.training.update import Update, UpdateOptions, make_update
 
-Teacher = Callable[[Batch, tuple[int, int] | None], jax.Array]
+Teacher = Callable[[Batch, Layout | None], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,10 +42,10 @@ class Programs:
 
     Attributes:
       prepare: (batch) -> (rows, metrics): `Objective.prepare`.
-      minibatch: (rows, index, shared) -> rows of one optimizer step, weighed as a whole.
-      score: (params, batch, shared) -> `Scores`.
-      values: (critic, batch, shared) -> float32 [B, T].
-      update: (train state, rows) -> (train state, metrics, router sums).
+      minibatch: (rows, index, layout) -> rows of one optimizer step, weighed as a whole and packed.
+      score: (params, batch, layout) -> `Scores`.
+      values: (critic, batch, layout) -> float32 [B, T].
+      update: (train state, rows, cut) -> (train state, metrics, router sums).
       compare: (batch, version) -> metrics of mismatch and staleness.
     """
 
@@ -112,9 +116,11 @@ class Learner:
         self.objective.check_values(batch)  # which the compiled `prepare` cannot
         batch = meshes.shard_rows(batch, self.policy.mesh)
         metrics: dict[str, Any] = {}
-        with self.first_uses.of("scoring", shapes):
+        packed = self.planner.pack(shapes) if self._scores(state) else None
+        layout = None if packed is None else packed.layout
+        with self.first_uses.of("scoring", packed or shapes, (packed or shapes).padding):
             if self.needs_scores:
-                found = self.programs.score(self.policy.weights(state.train), batch, shapes.shared)
+                found = self.programs.score(self.policy.weights(state.train), batch, layout)
                 batch = batch.replace(old_logp=found.logp, old_entropy=found.entropy)
                 if self.config.rollout.routing_replay == "trainer":
                     batch = batch.replace(routing=found.routing)
@@ -122,12 +128,12 @@ class Learner:
                     metrics |= found.router.metrics()
             if self.reference is not None:
                 reference = jax.device_put(self.reference, jax.memory.Space.Device)
-                found = self.programs.score(reference, batch, shapes.shared)
+                found = self.programs.score(reference, batch, layout)
                 batch = batch.replace(ref_logp=found.logp)
             if self.teacher is not None:
-                batch = batch.replace(teacher_logp=self.teacher(batch, shapes.shared))
+                batch = batch.replace(teacher_logp=self.teacher(batch, layout))
             if state.train.critic is not None:
-                values = self.programs.values(state.train.critic, batch, shapes.shared)
+                values = self.programs.values(state.train.critic, batch, layout)
                 batch = batch.replace(values=values)
             jax.block_until_ready(batch)
         return batch, metrics
@@ -162,13 +168,18 @@ class Learner:
           TrainingStoppedError: Too many updates in a row had no finite gradient.
         """
         train, parts, router = state.train, [], None
-        with self.first_uses.of("the update", shapes):
-            for index in self._mini_batches(state.step, rows.tokens.shape[0]):
-                part = self.programs.minibatch(rows, index, shapes.shared)
-                train, metrics, router = self.programs.update(train, part)
-                parts.append(metrics)
-            counts = (train.step, train.skipped, train.skipped_in_row)
-            step, skipped, in_row = (int(x) for x in processes.fetch(counts))
+        for index in self._mini_batches(state.step, rows.tokens.shape[0]):
+            packed = self.planner.pack(shapes, index)
+            layout = None if packed is None else packed.layout
+            padding = shapes.padding if packed is None else packed.padding
+            with self.first_uses.of("the update", packed or shapes, padding):
+                part = self.programs.minibatch(rows, index, layout)
+                cut = None if layout is None else layout.cut
+                train, metrics, router = self.programs.update(train, part, cut)
+            share = L.Mean(jnp.float32(padding), jnp.float32(1))
+            parts.append({**metrics, "perf/padding_frac": share})
+        counts = (train.step, train.skipped, train.skipped_in_row)
+        step, skipped, in_row = (int(x) for x in processes.fetch(counts))
         if in_row >= self.config.update.max_skipped_updates:
             raise TrainingStoppedError(
                 f"{in_row} updates in a row were skipped: no finite gradient, or no token with a "
@@ -181,6 +192,11 @@ class Learner:
         if rows.old_logp is None and router is not None:
             values |= router.metrics()
         return state.replace(train=train), L.merge(*parts) | values
+
+    def _scores(self, state: RunState) -> bool:
+        """Whether a batch is passed through any model before the update."""
+        others = (self.reference, self.teacher, state.train.critic)
+        return self.needs_scores or any(other is not None for other in others)
 
     @functools.cached_property
     def _learning_rate(self) -> optax.Schedule:
@@ -222,16 +238,12 @@ def make_learner(
             f"teacher={config.model.teacher!r} with objective={config.objective.objective}: "
             + ("give it a teacher" if wants else "it takes no teacher; leave it out")
         )
-    shards, group = meshes.batch_shards(policy.mesh), config.rollout.num_generations
-    may_share = _may_share(config, shards)
+    shards, update = meshes.batch_shards(policy.mesh), config.update
     scoring = ScoreOptions(
         temperature=config.rollout.temperature,
         max_scored_tokens=config.rollout.max_completion_length,
-        parts=count_micro_batches(
-            config.responses, shards, config.update.micro_batch_size, group if may_share else 1
-        ),
+        parts=count_micro_batches(config.responses, shards, update.micro_batch_size),
         replay=config.rollout.routing_replay == "sampler",
-        group_size=group if may_share else 1,
     )
     return Learner(
         config=config,
@@ -241,9 +253,14 @@ def make_learner(
         planner=RowPlanner(
             config.data.max_prompt_length,
             config.rollout.max_completion_length,
-            group,
-            may_share,
+            config.rollout.num_generations,
+            packs=update.packing == "auto",
+            shares=update.share_prompts == "auto",
+            shards=shards,
             divisor=policy.mesh.shape["context"],
+            micro_batch_tokens=update.micro_batch_tokens,
+            micro_batch_size=update.micro_batch_size,
+            cost=row_cost(policy.model),
         ),
         reference=reference,
         teacher=_teacher(config, policy, scoring) if wants else None,
@@ -254,7 +271,7 @@ def make_learner(
 def _programs(
     config: Config, policy: Policy, objective: L.Objective, scoring: ScoreOptions
 ) -> Programs:
-    minibatch = functools.partial(_minibatch, objective, config.rollout.num_generations)
+    minibatch = functools.partial(_minibatch, objective)
     options = UpdateOptions(
         temperature=scoring.temperature,
         max_scored_tokens=scoring.max_scored_tokens,
@@ -262,7 +279,6 @@ def _programs(
             config.mini_batch_size,
             meshes.batch_shards(policy.mesh),
             config.update.micro_batch_size,
-            scoring.group_size,
         ),
         replay=config.rollout.routing_replay != "none",
         seed=config.run.seed,
@@ -273,26 +289,18 @@ def _programs(
     optimizer = make_optimizer(config.optimizer, config.updates, objective.critic is not None)
     return Programs(
         prepare=processes.run_serially(jax.jit(objective.prepare)),
-        minibatch=processes.run_serially(jax.jit(minibatch, static_argnums=2)),
+        minibatch=processes.run_serially(jax.jit(minibatch)),
         score=make_score(policy.model, scoring),
-        values=make_values(policy.model, scoring.group_size),
+        values=make_values(policy.model, scoring.parts),
         update=make_update(policy.model, objective, optimizer, options),
         compare=processes.run_serially(jax.jit(_compare)),
     )
 
 
-def _minibatch(
-    objective: L.Objective,
-    group_size: int,
-    rows: Rows,
-    index: jax.Array,
-    shared: tuple[int, int] | None,
-) -> Rows:
-    """Cuts the rows of an optimizer step, weighs them, and lets groups share their prompts."""
+def _minibatch(objective: L.Objective, rows: Rows, index: jax.Array, layout: Layout | None) -> Rows:
+    """Cuts the rows of an optimizer step, weighs them as a whole, and packs them."""
     part = objective.minibatch(rows, index)
-    if shared is None:
-        return part
-    return share_rows(plan_sharing(part.mask, part.segments, group_size, *shared), part)
+    return part if layout is None else jax.tree.map(constrain_rows, part.lay_out(layout))
 
 
 def _compare(batch: Batch, version: int) -> Metrics:
@@ -300,20 +308,8 @@ def _compare(batch: Batch, version: int) -> Metrics:
     return {**mismatch, **L.staleness(batch, version)}
 
 
-def _may_share(config: Config, shards: int) -> bool:
-    """Whether groups may share rows: whole groups must fit a device and a micro-batch."""
-    group, update = config.rollout.num_generations, config.update
-    micro = update.micro_batch_size or group
-    return (
-        update.share_prompts == "auto"
-        and config.mini_batch_size // group % shards == 0
-        and config.rollout.prompts_per_step % shards == 0
-        and micro >= group
-    )
-
-
 def _teacher(config: Config, policy: Policy, scoring: ScoreOptions) -> Teacher:
     model, params = load_teacher(config, policy)
     score = make_score(model, dataclasses.replace(scoring, replay=False))
     # Its experts are its own: the routing of the policy means nothing to it.
-    return lambda batch, shared: score(params, batch.replace(routing=None), shared).logp
+    return lambda batch, layout: score(params, batch.replace(routing=None), layout).logp

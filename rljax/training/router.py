@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from rljax import models, processes
 
@@ -47,7 +47,7 @@ class RouterSums:
 def router_sums(
     router: models.RouterOutputs | None,
     other: Int[Array, "R T layers k"] | None,
-    counted: Bool[Array, "R T"],
+    counted: Shaped[Array, "R T"],
 ) -> RouterSums | None:
     """Sums over the routers of a forward pass.
 
@@ -55,13 +55,13 @@ def router_sums(
       router: What the forward pass gave; None for a dense model.
       other: Another routing, to count the tokens that were routed otherwise; None: the flips that
         the forward pass counted itself.
-      counted: The tokens that `other` is compared on.
+      counted: Whether, or how often, tokens count where `other` is compared.
     """
     if router is None:
         return None
     flips = router.flips
     if other is not None:
-        known = counted & (other[..., 0, 0] >= 0)
+        known = counted * (other[..., 0, 0] >= 0).astype(jnp.float32)
         differ = jnp.any(jnp.sort(router.experts, -1) != jnp.sort(other, -1), axis=-1)
-        flips = flips + jnp.sum((known[..., None] & differ).astype(jnp.float32), axis=(0, 1))
+        flips = flips + jnp.sum(known[..., None] * differ, axis=(0, 1))
     return RouterSums(router.load, router.entropy, flips, router.tokens)

@@ -19,8 +19,9 @@ CONFIG_FILE = "config.json"
 MAY_CHANGE = frozenset({
     "steps", "run_dir", "resume", "save_every", "keep_checkpoints", "export", "log_samples",
     "eval_every", "stop_at", "max_skipped_updates", "reward_timeout", "micro_batch_size",
-    "share_prompts", "remat", "slots", "page_size", "num_pages", "decode_chunk", "host_memory",
-    "rollout_kernels", "attention_backend", "expert_backend", "expert_dispatch", "logprob_backend",
+    "micro_batch_tokens", "packing", "share_prompts", "remat", "slots", "page_size", "num_pages",
+    "decode_chunk", "host_memory", "rollout_kernels", "attention_backend", "expert_backend",
+    "expert_dispatch", "logprob_backend",
     "pipeline_rows", "coordinator", "num_processes", "process_id", "heartbeat_timeout",
 })  # fmt: skip
 

@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from rljax import models, processes
 from rljax.batch import Batch
+from rljax.mesh import constrain_rows
 from rljax.models import ModelConfig, Params
-from rljax.rollouts.shared_prompts import Sharing, plan_sharing, share_batch, unshare
-from rljax.training.microbatches import cut, join
+from rljax.packing import Cut, Layout
+from rljax.training.microbatches import join, map_parts
 from rljax.training.router import RouterSums, router_sums
 
 _READ = (
@@ -48,16 +49,71 @@ class ScoreOptions:
     Attributes:
       temperature: Divides the logits, as in sampling.
       max_scored_tokens: A bound on a response's tokens.
-      parts: How many pieces the batch is cut into, for memory.
+      parts: How many pieces the batch is cut into, for memory, where it is not packed.
       replay: Whether the sampler's routing is used.
-      group_size: Responses of a prompt, where they share it.
     """
 
     temperature: float
     max_scored_tokens: int
     parts: int = 1
     replay: bool = False
-    group_size: int = 1
+
+
+@struct.dataclass
+class _Scored:
+    """Rows that are scored: the batch's own, or packed; see `Batch` and `Rows`."""
+
+    tokens: Int[Array, "R T"]
+    mask: Bool[Array, "R T"]
+    positions: Int[Array, "R T"]
+    segments: Int[Array, "R T"]
+    prefix: Int[Array, "R T"] | None
+    copies: Int[Array, "R T"] | None
+    routing: Int[Array, "R T layers k"] | None
+    support: Int[Array, "R T S"] | None
+
+    def inputs(self, replay: bool) -> models.Inputs:
+        """What the model is told."""
+        return models.Inputs(
+            self.tokens,
+            self.positions,
+            self.segments,
+            prefix=self.prefix,
+            routing=self.routing if replay else None,
+            support=self.support,
+            copies=self.copies,
+        )
+
+
+@jax.jit
+def _rows_of(batch: Batch, layout: Layout | None) -> _Scored:
+    """The rows of a batch."""
+    routing, support = batch.routing, batch.support
+    if layout is None:
+        assert batch.segments is not None and batch.positions is not None
+        return _Scored(
+            batch.tokens, batch.mask, batch.positions, batch.segments, None, None, routing, support
+        )
+    places = layout.places()
+    rows = _Scored(
+        places.take(batch.tokens),
+        places.take(batch.mask, False),
+        places.take(batch.positions),
+        places.segments,
+        places.prefix,
+        places.copies,
+        None if routing is None else places.take(routing, -1),
+        None if support is None else places.take(support, -1),
+    )
+    return jax.tree.map(constrain_rows, rows)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _back(found: Any, layout: Layout | None, length: int, empty: float = 0) -> Any:
+    """Results of rows as those of responses [B, length, ...]."""
+    if layout is None:
+        return found
+    return jax.tree.map(lambda x: constrain_rows(layout.back(x, length, empty)), found)
 
 
 def make_score(config: ModelConfig, options: ScoreOptions) -> Callable[..., Scores]:
@@ -68,92 +124,75 @@ def make_score(config: ModelConfig, options: ScoreOptions) -> Callable[..., Scor
       options: How it is scored.
 
     Returns:
-      (params, batch, shared) -> scores; `shared` is None, or the tokens kept for the prompt and
-      for each response of rows in which a group's prompt is computed once.
+      (params, batch, layout) -> scores; `layout` packs the batch, None leaves its rows as they are.
     """
 
-    @functools.partial(jax.jit, static_argnums=2)
-    def score(params: Params, batch: Batch, shared: tuple[int, int] | None = None) -> Scores:
-        batch = Batch(**{name: getattr(batch, name) for name in _READ})
-        piece = functools.partial(_score_piece, config, options, params, shared)
-        if options.parts == 1:
-            return piece(batch)
-        unit = options.group_size
-        found = jax.lax.map(piece, cut(batch, options.parts, unit))
+    @jax.jit
+    def run(params: Params, rows: _Scored, cut: Cut | None) -> Scores:
+        piece = functools.partial(_score_piece, config, options, params, cut)
+        parts, live = (options.parts, None) if cut is None else (cut.parts, cut.live)
+        found = map_parts(piece, rows, parts, live)
         return Scores(
-            logp=join(found.logp, unit),
-            entropy=join(found.entropy, unit),
-            routing=None if found.routing is None else join(found.routing, unit),
+            logp=join(found.logp),
+            entropy=join(found.entropy),
+            routing=None if found.routing is None else join(found.routing),
             router=jax.tree.map(lambda x: x.sum(0), found.router),
         )
+
+    def score(params: Params, batch: Batch, layout: Layout | None = None) -> Scores:
+        rows = _rows_of(Batch(**{name: getattr(batch, name) for name in _READ}), layout)
+        found = run(params, rows, None if layout is None else layout.cut)
+        length = batch.tokens.shape[1]
+        logp, entropy = _back((found.logp, found.entropy), layout, length)
+        return Scores(logp, entropy, _back(found.routing, layout, length, -1), found.router)
 
     return processes.run_serially(score)
 
 
 def _score_piece(
-    config: ModelConfig,
-    options: ScoreOptions,
-    params: Params,
-    shared: tuple[int, int] | None,
-    batch: Batch,
+    config: ModelConfig, options: ScoreOptions, params: Params, cut: Cut | None, rows: _Scored
 ) -> Scores:
-    plan, most, length = None, options.max_scored_tokens, batch.tokens.shape[1]
-    if shared is not None:
-        plan, batch = _share(batch, options.group_size, shared)
-        most = options.group_size * shared[1]
+    most = options.max_scored_tokens if cut is None else cut.scored
     logp, entropy, router = models.score_tokens(
         params,
         config,
-        models.Inputs(
-            batch.tokens,
-            batch.positions,
-            batch.segments,
-            prefix=None if plan is None else plan.prefix,
-            routing=batch.routing if options.replay else None,
-            support=batch.support,
-        ),
+        rows.inputs(options.replay),
         temperature=options.temperature,
-        score_mask=batch.mask,
+        score_mask=rows.mask,
         max_scored_tokens=most,
     )
-    segments = batch.segments
-    assert segments is not None
-    sums = router_sums(router, None if options.replay else batch.routing, segments > 0)
+    counted = rows.segments > 0 if rows.copies is None else rows.copies
+    sums = router_sums(router, None if options.replay else rows.routing, counted)
     chosen = None if router is None else router.experts
-    if plan is not None:
-        logp, entropy = unshare(plan, logp, length), unshare(plan, entropy, length)
-        if chosen is not None:
-            chosen = unshare(plan, chosen, length, empty=-1, prompt_too=True)
     return Scores(logp, entropy, chosen, sums)
 
 
-def make_values(config: ModelConfig, group_size: int = 1) -> Callable[..., Array]:
+def make_values(config: ModelConfig, parts: int = 1) -> Callable[..., Array]:
     """The jitted pass that gives the critic's value before each of a batch's tokens.
 
     Args:
       config: The model.
-      group_size: Responses of a prompt, where they share it.
+      parts: As in `ScoreOptions`.
 
     Returns:
-      (critic, batch, shared) -> float32 [B, T]; `shared` as for `make_score`.
+      (critic, batch, layout) -> float32 [B, T]; `layout` as for `make_score`.
     """
 
-    @functools.partial(jax.jit, static_argnums=2)
-    def values(critic: Params, batch: Any, shared: tuple[int, int] | None = None) -> Array:
-        mask, length, plan = batch.mask, batch.tokens.shape[1], None
-        if shared is not None:
-            plan, batch = _share(batch, group_size, shared)
-        prefix = None if plan is None else plan.prefix
-        found = models.token_values(
-            critic, config, batch.tokens, batch.positions, batch.segments, prefix=prefix
-        )
-        found = found if plan is None else unshare(plan, found, length)
-        return jnp.where(mask, found, 0.0)
+    @jax.jit
+    def run(critic: Params, rows: _Scored, cut: Cut | None) -> Array:
+        def piece(rows: _Scored) -> Array:
+            found = models.token_values(
+                critic, config, rows.tokens, rows.positions, rows.segments, prefix=rows.prefix
+            )
+            return jnp.where(rows.mask, found, 0.0)
+
+        live = None if cut is None else cut.live
+        return join(map_parts(piece, rows, parts if cut is None else cut.parts, live))
+
+    def values(critic: Params, batch: Batch, layout: Layout | None = None) -> Array:
+        batch = Batch(**{name: getattr(batch, name) for name in _READ})
+        rows = _rows_of(batch.replace(routing=None, support=None), layout)
+        found = run(critic, rows, None if layout is None else layout.cut)
+        return _back(found, layout, batch.tokens.shape[1])
 
     return processes.run_serially(values)
-
-
-def _share(batch: Batch, group_size: int, shared: tuple[int, int]) -> tuple[Sharing, Batch]:
-    assert batch.segments is not None
-    plan = plan_sharing(batch.mask, batch.segments, group_size, *shared)
-    return plan, share_batch(plan, batch)

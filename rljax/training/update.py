@@ -15,11 +15,12 @@ from rljax import losses as L
 from rljax import models, processes
 from rljax.batch import Rows
 from rljax.models import ModelConfig, Params
-from rljax.training.microbatches import cut, join
+from rljax.packing import Cut
+from rljax.training.microbatches import fold, join, map_parts
 from rljax.training.router import RouterSums, router_sums
 from rljax.training.state import TrainState, move_moments, policy_weights
 
-Update = Callable[[TrainState, Rows], tuple[TrainState, dict[str, Any], RouterSums | None]]
+Update = Callable[..., tuple[TrainState, dict[str, Any], RouterSums | None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class UpdateOptions:
     Attributes:
       temperature: Divides the logits, as in sampling.
       max_scored_tokens: A bound on a response's own tokens.
-      parts: Micro-batches the rows are cut into.
+      parts: Micro-batches that rows are cut into, where they are not packed.
       replay: Whether `Rows.routing` is replayed.
       seed: For the terms of the objective that choose tokens at random.
       lora: The adapters that are trained; None: the weights themselves.
@@ -70,7 +71,8 @@ def make_update(
       options: How it is computed.
 
     Returns:
-      (state, rows) -> (state, mergeable metrics, router sums).
+      (state, rows, cut) -> (state, mergeable metrics, router sums); `cut` says how packed rows are
+      cut into micro-batches, None cuts rows as the options say.
     """
     # Found out here, by trying the objective on numbers: where the step is traced, the devices at
     # hand may be others than those that it is compiled for.
@@ -78,9 +80,11 @@ def make_update(
     program = _Update(config, objective, optimizer, options, only_kl)
     step = jax.jit(program.step, donate_argnums=0)
 
-    def update(state: TrainState, rows: Rows) -> tuple[TrainState, dict[str, Any], Any]:
+    def update(
+        state: TrainState, rows: Rows, cut: Cut | None = None
+    ) -> tuple[TrainState, dict[str, Any], Any]:
         base = state.base  # not donated: the reference policy may be the same buffers
-        state, stats, sums = step(dataclasses.replace(state, base=None), base, rows)
+        state, stats, sums = step(dataclasses.replace(state, base=None), base, rows, cut)
         return dataclasses.replace(state, base=base), stats, sums
 
     return processes.run_serially(update)
@@ -97,12 +101,15 @@ class _Update:
     only_kl: bool
 
     def step(
-        self, state: TrainState, base: Params | None, rows: Rows
+        self, state: TrainState, base: Params | None, rows: Rows, cut: Cut | None = None
     ) -> tuple[TrainState, dict[str, Any], Any]:
         """The whole step, from the old state to the new."""
         state = dataclasses.replace(state, base=base)
-        rows, load = self._look_ahead(state, rows)
-        value, grads, stats, sums = self._accumulate(state, rows, load)
+        if cut is None:
+            most = self.options.max_scored_tokens * max(rows.max_segments - 1, 1)
+            cut = Cut(None, self.options.parts, min(most, rows.tokens.shape[1]))
+        rows, load = self._look_ahead(state, rows, cut)
+        value, grads, stats, sums = self._accumulate(state, rows, cut, load)
         norm = optax.tree.norm(grads)
         good = jnp.isfinite(norm) & jnp.isfinite(value) & rows.trains
         held = self._held(state, rows)
@@ -156,28 +163,44 @@ class _Update:
         )
 
     def _accumulate(
-        self, state: TrainState, rows: Rows, load: Array | None
+        self, state: TrainState, rows: Rows, cut: Cut, load: Array | None
     ) -> tuple[Array, Any, dict[str, Any], Any]:
         """Loss, gradients, metrics and router sums, added over micro-batches."""
-        parts = self.options.parts
-        gradient = jax.value_and_grad(self._loss, has_aux=True)
-        if parts == 1:
-            (value, (stats, sums)), grads = gradient(state.trained, state, rows, load)
+
+        def loss(trained: Any, micro: Rows) -> tuple[Array, tuple[dict[str, Any], Any]]:
+            return self._loss(trained, state, micro, cut.scored, load)
+
+        if cut.parts == 1:
+            gradient = jax.value_and_grad(loss, has_aux=True)
+            (value, (stats, sums)), grads = gradient(state.trained, rows)
             return value, grads, stats, sums
 
-        def add(total: tuple[Array, Params], micro: Rows) -> tuple[tuple[Array, Params], Any]:
-            (value, aux), grads = gradient(state.trained, state, micro, load)
-            return jax.tree.map(jnp.add, total, (value, grads)), aux
+        loss = jax.jit(loss)  # so that it is traced once
+        # The backward pass adds to these in place: a second gradient is never held.
+        totals = jax.tree.map(lambda x: jax.new_ref(jnp.zeros_like(x)), state.trained)
 
-        zero = jax.tree.map(jnp.zeros_like, state.trained)
-        (value, grads), (stats, sums) = jax.lax.scan(add, (jnp.float32(0), zero), cut(rows, parts))
-        each = [jax.tree.map(lambda x, i=i: x[i], stats) for i in range(parts)]
-        return value, grads, L.merge(*each), jax.tree.map(lambda x: x.sum(0), sums)
+        def add(carried: Any, micro: Rows) -> Any:
+            first, value, stats, sums = carried
+            more, backward, (new, others) = jax.vjp(
+                lambda trained: loss(trained, micro), state.trained, has_aux=True
+            )
+            backward.with_refs(totals)(jnp.ones_like(more))  # type: ignore[attr-defined]
+            merged = jax.tree.map(lambda a, b: jnp.where(first, a, b), new, L.merge(stats, new))
+            return jnp.bool_(False), value + more, merged, jax.tree.map(jnp.add, sums, others)
+
+        micro = jax.eval_shape(
+            lambda rows: rows.take(jnp.arange(rows.tokens.shape[0] // cut.parts)), rows
+        )
+        _, aux = jax.eval_shape(loss, state.trained, micro)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), aux)
+        start = (jnp.bool_(True), jnp.float32(0), *zeros)
+        _, value, stats, sums = fold(add, start, rows, cut.parts, cut.live)
+        return value, jax.tree.map(lambda total: total[...], totals), stats, sums
 
     def _loss(
-        self, trained: Any, state: TrainState, rows: Rows, load: Array | None
+        self, trained: Any, state: TrainState, rows: Rows, scored: int, load: Array | None
     ) -> tuple[Array, tuple[dict[str, Any], Any]]:
-        live, router = self._outputs(trained, state.base, rows, load)
+        live, router = self._outputs(trained, state.base, rows, scored, load)
         value, stats = self.objective.loss(live, rows, state.objective)
         if rows.old_logp is None and rows.rollout_logp is not None:
             # The live policy is the one at the start of the step: the only update on this batch.
@@ -186,12 +209,16 @@ class _Update:
         return value, (stats, router_sums(router, None, rows.segments > 0))
 
     def _outputs(
-        self, trained: Any, base: Params | None, rows: Rows, load: Array | None = None
+        self,
+        trained: Any,
+        base: Params | None,
+        rows: Rows,
+        scored: int,
+        load: Array | None = None,
     ) -> tuple[L.PolicyOutputs, models.RouterOutputs | None]:
         """The live policy's forward pass over some rows."""
         options = self.options
         params, critic = trained if self.objective.critic is not None else (trained, None)
-        most = options.max_scored_tokens * max(rows.max_segments - 1, 1)
         logp, entropy, router = models.score_tokens(
             policy_weights(params, base, options.lora),
             self.config,
@@ -202,10 +229,11 @@ class _Update:
                 prefix=rows.prefix,
                 routing=rows.routing if options.replay else None,
                 support=rows.support,
+                copies=rows.copies,
             ),
             temperature=options.temperature,
             score_mask=rows.mask,
-            max_scored_tokens=min(most, rows.tokens.shape[1]),
+            max_scored_tokens=scored,
             load=load,
         )
         values = None
@@ -216,7 +244,7 @@ class _Update:
         auxiliary = None if router is None else router.auxiliary
         return L.PolicyOutputs(logp, entropy=entropy, values=values, router=auxiliary), router
 
-    def _look_ahead(self, state: TrainState, rows: Rows) -> tuple[Rows, Array | None]:
+    def _look_ahead(self, state: TrainState, rows: Rows, cut: Cut) -> tuple[Rows, Array | None]:
         """What the objective must know of the whole optimizer batch before it is cut.
 
         The tokens that its batch-scoped terms choose, and the load of the experts. Either may
@@ -227,14 +255,15 @@ class _Update:
         load, routing = None, rows.routing if self.options.replay else None
         if balances and routing is not None:
             counted = (rows.segments > 0)[..., None, None]
-            load = models.routed_load(jnp.where(counted, routing, -1), self.config.num_experts)
+            known = jnp.where(counted, routing, -1)
+            load = models.routed_load(known, self.config.num_experts, rows.copies)
         if chooses or (balances and load is None):
 
             def look(part: Rows) -> tuple[L.PolicyOutputs, Array | None]:
-                live, router = self._outputs(state.trained, state.base, part)
+                live, router = self._outputs(state.trained, state.base, part, cut.scored)
                 return live, None if router is None else router.load
 
-            live, loads = jax.lax.map(look, cut(rows, self.options.parts))
+            live, loads = map_parts(look, rows, cut.parts, cut.live)
             if balances and load is None:
                 load = loads.sum(0)
             if chooses:

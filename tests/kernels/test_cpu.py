@@ -9,10 +9,20 @@ import numpy as np
 import pytest
 from rljax_kernels import cpu
 from rljax_kernels import grouped_matmul as gmm
-
-from rljax.sampling import attention
+from rljax_kernels import paged_attention as paged
 
 pytestmark = pytest.mark.compiler
+
+
+def step(backend, table, positions, live):
+    """Attention of one new token a row, of rows that share no pages."""
+    tables = paged.PageTables(table, jnp.zeros_like(positions), jnp.zeros((1, 0), jnp.int32))
+
+    def attend(q, k, v, layer, pool, **how):
+        given = q, k, v, pool, layer, tables, positions, live
+        return paged.paged_attention(*given, backend=backend, **how)
+
+    return attend
 
 
 def draw(rng, *shape):
@@ -102,13 +112,9 @@ def test_decode_attention_is_paged_attention(page, dim, heads, kv_heads, window,
 
     @jax.jit
     def run(pool):
-        return attention.native_attention(table, positions, live)(
-            q[:, None], k[:, None], v[:, None], 1, pool, **options
-        )
+        return step("native", table, positions, live)(q, k, v, 1, pool, **options)
 
-    want, after = attention.paged_attention(table, positions[:, None], live[:, None])(
-        q[:, None], k[:, None], v[:, None], 1, pool, **options
-    )
+    want, after = step("reference", table, positions, live)(q, k, v, 1, pool, **options)
     got, written = run(pool)
     np.testing.assert_allclose(got[live], want[live], atol=1e-5)
     assert (got[~live] == 0).all()
@@ -121,9 +127,9 @@ def test_decode_attention_survives_large_scores_and_keeps_a_nan_in_its_row():
     pool = {"k": draw(rng, 1, 4, 1, 8, 16), "v": draw(rng, 1, 4, 1, 16, 8)}
     table = jnp.asarray([[0, 1], [2, 3]], jnp.int32)
     positions, live = jnp.asarray([20, 9], jnp.int32), jnp.ones(2, bool)
-    q, k, v = (draw(rng, 2, 1, 1, 8) for _ in range(3))
-    run = attention.native_attention(table, positions, live)
-    plain = attention.paged_attention(table, positions[:, None], live[:, None])
+    q, k, v = (draw(rng, 2, 1, 8) for _ in range(3))
+    run = step("native", table, positions, live)
+    plain = step("reference", table, positions, live)
     for scale in (1.0, 300.0):
         want, _ = plain(q, k, v, 0, pool, scale=scale)
         got, _ = run(q, k, v, 0, pool, scale=scale)
@@ -134,10 +140,10 @@ def test_decode_attention_survives_large_scores_and_keeps_a_nan_in_its_row():
 
 def test_attention_has_no_gradient():
     pool = {"k": jnp.ones((1, 1, 1, 4, 16)), "v": jnp.ones((1, 1, 1, 16, 4))}
-    attend = attention.native_attention(
-        jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, int), jnp.ones(1, bool)
+    attend = step(
+        "native", jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
     )
-    x = jnp.ones((1, 1, 1, 4))
+    x = jnp.ones((1, 1, 4))
     with pytest.raises(ValueError, match="cannot be differentiated"):
         jax.grad(lambda q: attend(q, x, x, 0, pool, scale=1.0)[0].sum())(x)
 

@@ -9,9 +9,11 @@ import pytest
 from rljax_kernels import cpu
 from rljax_kernels import grouped_matmul as gmm
 
+from tests.kernels.implementations import able, others
+
 M, D, F, E = 96, 12, 10, 4
 
-BACKENDS = ["ragged", "blocks", pytest.param("native", marks=pytest.mark.compiler)]
+BACKENDS = others(gmm.OPERATION)
 
 # Rows of each group: even, skewed with empty groups, all in one, fewer than there are rows, none.
 SIZES = {
@@ -30,15 +32,28 @@ def arrays():
     return tuple(jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def run(backend, x, w, cotangent, sizes):
-    def f(x, w):
-        if backend == "reference":
-            return gmm.reference.run(x, w, sizes)
-        return gmm.grouped_matmul(x, w, sizes, backend=backend)
+@functools.cache
+def program(backend):
+    @jax.jit
+    def both(x, w, cotangent, sizes):
+        def f(x, w):
+            return gmm.grouped_matmul(x, w, sizes, backend=backend)
 
-    out, pull = jax.vjp(f, x, w)
-    return out, *pull(cotangent)
+        out, pull = jax.vjp(f, x, w)
+        return out, *pull(cotangent)
+
+    return both
+
+
+def run(backend, *arguments):
+    with able(gmm.OPERATION, backend, gmm.Asked("float32")):
+        return program(backend)(*arguments)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Several tiles a group."""
+    monkeypatch.setattr(gmm.triton, "_cut", lambda *sizes: gmm.triton.Blocks(16, 16, 16, 4, 1))
 
 
 @pytest.mark.smoke

@@ -229,7 +229,7 @@ def test_kernels_compile_for_hopper_with_next_to_no_spills(name):
 def test_kernels_compile_for_gpus_with_little_shared_memory():
     compiled = triton_tools.report([example("attention 192/128")], capability=89)
     assert max(c.shared_memory for c in compiled) <= 99 * 1024
-    assert max(c.spills for c in compiled) <= 32
+    assert max(c.spills for c in compiled) <= 64
 
 
 def test_gradients_are_exported_for_cuda_without_a_gpu():

@@ -83,10 +83,12 @@ WAYS = {
     "small blocks": ("blocks", E),
     "used blocks alone": ("blocks", 1),
     "ragged": ("ragged", None),
+    "one at a time": ("ragged", None),
+    "in parts": ("ragged", None),
     "native": ("native", None),
 }
 EACH_WAY = pytest.mark.parametrize(
-    "way", [*list(WAYS)[:-1], pytest.param("native", marks=pytest.mark.compiler)]
+    "way", [*list(WAYS)[:-2], pytest.param("native", marks=pytest.mark.compiler)]
 )
 
 
@@ -97,6 +99,10 @@ def lay(monkeypatch):
 
     def set_way(way):
         backend, rows = WAYS[way]
+        if way in ("one at a time", "in parts"):
+            monkeypatch.setattr(experts, "_MOST_BYTES", 0)
+        if way == "in parts":
+            monkeypatch.setattr(experts, "_MOST_MET", 4 * N * D // 3)
 
         def laid(*args, expected, largest):
             return row_layout(*args[:2], backend, expected=rows or expected, largest=largest)
@@ -163,7 +169,14 @@ def run_parallel(mesh, dispatch, way, params, x, weights, chosen, cotangent):
 
 
 @pytest.mark.parametrize(
-    "way", ["room for all", "small blocks", pytest.param("native", marks=pytest.mark.compiler)]
+    "way",
+    [
+        "room for all",
+        "small blocks",
+        "one at a time",
+        "in parts",
+        pytest.param("native", marks=pytest.mark.compiler),
+    ],
 )
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
 @pytest.mark.parametrize("sizes", [{"expert": 4}, {"fsdp": 2, "expert": 2, "tensor": 2}])
@@ -187,6 +200,11 @@ def test_tokens_are_sent_where_that_moves_less():
     assert experts.cheaper_dispatch(512, K, 8, ragged=False) == "all_gather"
     assert experts.cheaper_dispatch(512, K, K, ragged=True) == "all_gather"
     assert experts.cheaper_dispatch(64, K, 8, ragged=True) == "all_gather"
+
+
+def test_so_many_tokens_are_exchanged_at_a_time_as_there_is_memory_for(monkeypatch):
+    monkeypatch.setattr(experts, "_MOST_MET", 100)
+    assert [experts.token_parts(12, each) for each in (8, 9, 30, 100, 200)] == [1, 2, 4, 12, 12]
 
 
 def test_the_ragged_dispatch_sends_each_row_to_its_slot(monkeypatch):

@@ -1,12 +1,20 @@
 """XLA's own account of the real steps, on eight virtual devices and for described chips."""
 
+import dataclasses
 import importlib.util
 
+import jax
 import pytest
 
 from rljax import mesh as meshes
 from rljax import models, planning
-from rljax.planning.compile import Comparison, compile_decode, compile_update
+from rljax.planning.comparison import Comparison
+from rljax.planning.compile import (
+    compile_decode,
+    compile_prefill,
+    compile_score,
+    compile_update,
+)
 
 CONFIG = models.decoder(
     vocab_size=512,
@@ -57,7 +65,7 @@ def test_the_train_step_agrees_with_the_estimate():
     given = [c for c in compiled.collectives if (c.kind, c.axis) == ("reduce-scatter", "fsdp")]
     assert given and "feed_forward" in given[0].why
     text = str(Comparison(plan, compiled))
-    for part in ("train step: compiled in", "arguments", "largest temporaries", "feed_forward"):
+    for part in ("train program: compiled in", "arguments", "largest temporaries", "feed_forward"):
         assert part in text
 
 
@@ -66,6 +74,62 @@ def test_the_decode_step_agrees_with_the_estimate():
     compiled = compile_decode(CONFIG, meshes.make(**SIZES), WORK)
     assert compiled.arguments == pytest.approx(plan.arguments["decode"], rel=0.02)
     assert compiled.aliases == plan.rollout["KV pool"]  # the pool is written in place
+
+
+def test_the_scoring_program_agrees_with_the_estimate():
+    plan, compiled = planned("v5p:8"), compile_score(CONFIG, meshes.make(**SIZES), WORK)
+    assert compiled.arguments == pytest.approx(plan.arguments["score"], rel=0.02)
+    assert compiled.temporaries > plan.score["compute weights"]
+    assert compiled.outputs < plan.score["sampled batch"]
+    assert "score program: compiled in" in str(Comparison(plan, compiled))
+
+
+def test_the_prefill_program_agrees_with_the_estimate():
+    """Of two layers: nothing needs the experts of the last, whose hidden states are not kept."""
+    config = dataclasses.replace(CONFIG, stacks=(models.Stack(CONFIG.stacks[0].pattern, 2),))
+    plan = planned("v5p:8", config)
+    compiled = compile_prefill(config, meshes.make(**SIZES), WORK)
+    assert compiled.arguments == pytest.approx(plan.arguments["prefill"], rel=0.02)
+    assert compiled.aliases == plan.prefill["KV pool"]
+
+
+LONG = models.decoder(
+    vocab_size=64,
+    hidden_size=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=128,
+    remat=True,
+)
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"fsdp": 2, "context": 2}])
+def test_memory_grows_with_the_tokens_of_a_row_as_estimated(sizes):
+    chip = dataclasses.replace(planning.CHIPS["v5p"], platform="cpu")
+    mesh = meshes.make(devices=jax.devices()[:4], **sizes)
+    found = []
+    for length in (2048, 4096):
+        work = planning.Work(
+            prompts_per_step=4,
+            num_generations=1,
+            max_prompt_length=16,
+            max_completion_length=length - 16,
+            mini_batch_size=4,
+            slots=4,
+        )
+        plan = planning.plan(LONG, planning.Topology("cpu:4", chip, 4), mesh, work)
+        assert plan.attention == ("blocked",)
+        for compile_program in (compile_update, compile_score):
+            compiled = compile_program(LONG, mesh, work)
+            estimate = plan.temporaries[compiled.name]
+            assert 0.4 < compiled.temporaries / estimate < 1.7, compiled.name
+            found.append(compiled.temporaries)
+    # The score matrices of one layer alone would be 4 times as large, and 4 times the whole.
+    square = 4 * 4 * 4 * 4096**2
+    (update, score), (longer_update, longer_score) = found[:2], found[2:]
+    assert update < longer_update < 2.4 * update and longer_update < square / 4
+    assert score < longer_score < 3 * score and longer_score < square / 4
 
 
 @pytest.mark.targets
@@ -96,7 +160,12 @@ def test_described_chips():
     waiting = compile_update(config, mesh, WORK, on_host=True)
     moments = plan.sharding.totals["optimizer moments"]
     assert train.arguments - waiting.arguments == pytest.approx(moments, rel=0.02)
-    decode = compile_decode(config, mesh, WORK)
-    assert decode.arguments == pytest.approx(plan.arguments["decode"], rel=0.02)
+    for compile_program, rules in (
+        (compile_score, meshes.TRAIN_RULES),
+        (compile_prefill, meshes.ROLLOUT_RULES),
+        (compile_decode, meshes.ROLLOUT_RULES),
+    ):
+        compiled = compile_program(config, mesh, WORK, rules)
+        assert compiled.arguments == pytest.approx(plan.arguments[compiled.name], rel=0.02)
     with pytest.raises(ValueError, match="topology='v5p:3x3': libtpu knows no such slice"):
         planning.Topology.parse("v5p:3x3").devices()

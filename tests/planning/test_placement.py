@@ -135,6 +135,12 @@ def test_what_a_step_sends():
     assert sent["all-to-all", "expert"] == 2 * 2 * (1 + 2) * passes * 3 // 4
     # 2 layers × keys and values × 2 heads × 4 numbers of 32 tokens.
     numbers = 4 * 2 * 2 * 2 * 4 * 32
+    # Two rounds of half of them, forward and backward, with gradients in 4 bytes.
+    assert sent["collective-permute", "context"] == 2 * numbers // 2 * (2 + 2 + 4)
+    # Gathered instead where all scores are computed at once.
+    config = dataclasses.replace(config, attention_backend="reference")
+    report = meshes.describe(meshes.make_abstract(8, expert=4, context=2), config, work)
+    sent = {(c.kind, c.axis): c.bytes for c in report.collectives}
     assert sent["all-gather", "context"] == 2 * numbers // 2
     assert sent["reduce-scatter", "context"] == 4 * numbers // 2
     # Replicas add up all their gradients.

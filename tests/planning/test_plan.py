@@ -10,7 +10,7 @@ from experiments import plan as command
 from rljax import mesh as meshes
 from rljax import models, planning
 from rljax.errors import MissingDependencyError
-from rljax.planning import memory
+from rljax.planning import attention, memory
 
 CONFIG = models.decoder(
     vocab_size=64,
@@ -87,7 +87,15 @@ def test_memory_by_hand():
     assert plan.update["KV pool"] == plan.rollout["KV pool"] == tokens * 64 // 8
     # 1 row of 32 tokens a device and micro-batch.
     assert plan.update["inputs of layers, kept for the backward pass"] == 2 * 32 * 16 * 2
-    assert plan.update["attention scores"] == 4 * 4 * 4 * 32 * 32 // 2
+    # 2 query heads and 1 key head of 4 numbers, and 2 softmax sums: in bfloat16 forward, with
+    # outputs; backward the gradients of the same, which add up in float32.
+    q, kv, out = 32 * 2 * 4, 32 * 2 * 4, 32 * 2 * 4
+    forward = 2 * (q + kv + out) + 4 * 32 * 2
+    # So few scores are computed all at once, forward and backward with their softmax.
+    square = 2 * 4 * 32 * 2 * 32
+    assert plan.attention == ("reference",)
+    assert plan.update["attention"] == forward + 6 * (q + kv) + 2 * out + 2 * square
+    assert plan.score["attention"] == forward + square
     # While sampling, weights are whole on each fsdp shard.
     sampler = sum(
         r.shard_size * r.itemsize * (2 if "fsdp" in r.spec else 1) for r in plan.sharding.rows
@@ -97,8 +105,20 @@ def test_memory_by_hand():
     # 11 numbers of 4 bytes and 2 truths of each token, and the 2 experts of 2 layers.
     rows = 8 // 4 * 32 * (4 * 11 + 2 + 2 * 2 * 4)
     assert plan.update["rows of a mini-batch"] == rows
-    assert plan.arguments == {"train": kept + rows, "decode": sampler + plan.rollout["KV pool"]}
-    assert plan.resident == {"train": plan.update["KV pool"], "decode": kept}
+    # Scoring reads tokens, masks, groups, rewards, positions, segments, experts.
+    batch = 8 // 4 * (32 * (4 * 3 + 1 + 2 * 2 * 4) + 4 * 2)
+    assert plan.score["sampled batch"] == batch
+    pool, weights = plan.rollout["KV pool"], plan.sharding.totals["master weights"]
+    output = 64 * 16 * 2 // 2  # which prefill does not need
+    sampling = {"prefill": sampler + pool - output, "decode": sampler + pool}
+    assert plan.arguments == {"train": kept + rows, "score": weights + batch, **sampling}
+    moments = plan.sharding.totals["optimizer moments"]
+    assert plan.resident == {
+        "train": pool,
+        "score": moments + pool,
+        "prefill": kept + output,
+        "decode": kept,
+    }
     # In float32 and without fsdp the sampler uses the trainer's very buffers.
     single = dataclasses.replace(CONFIG, dtype="float32")
     shared = make(config=single, data=8)
@@ -144,14 +164,99 @@ def test_times_by_hand():
     chip = planning.CHIPS["h100"]
     weights = models.count(config) - 152_064 * 3584  # the embedding is looked up
     tokens = 64 * 256 / 8
-    forward = 2 * weights * tokens + 28 * 4 * tokens * 256 * 3584
-    assert plan.update_time.compute == pytest.approx(4 * forward / chip.flops, rel=2e-3)
+    forward = 2 * weights * tokens
+    # By blocks half of the square is computed, and backward the scores once more.
+    attention = 28 * 4 * tokens * 128 * 3584
+    assert plan.attention == ("triton",)
+    compute = 4 * forward + 4.5 * attention
+    assert plan.update_time.compute == pytest.approx(compute / chip.flops, rel=2e-3)
     sent = sum(c.bytes for c in plan.sharding.collectives)
     assert plan.update_time.links == sent / chip.link_bandwidth
     # Each of the 255 decode steps reads all weights.
     assert plan.rollout_time.memory > 255 * 2 * weights / chip.memory_bandwidth
     assert plan.rollout_time.bound == "memory"
     assert plan.seconds == plan.rollout_time.seconds + plan.update_time.seconds
+    # Of two updates the second needs scores of the policy at the start.
+    twice = make("h100:8", config, dataclasses.replace(work, mini_batch_size=32), fsdp=8)
+    assert twice.score_time.compute == pytest.approx((forward + attention) / chip.flops, rel=2e-3)
+    assert twice.seconds > twice.rollout_time.seconds + 2 * twice.update_time.seconds
+
+
+LONG = dataclasses.replace(WORK, max_completion_length=2**14 - 16)
+
+
+def test_attention_of_long_rows_grows_with_their_tokens():
+    twice = dataclasses.replace(LONG, max_completion_length=2**15 - 16)
+    for topology, name in (("v5p:8", "pallas"), ("h100:8", "triton")):
+        short, long = (make(topology, work=work, fsdp=8) for work in (LONG, twice))
+        assert short.attention == long.attention == (name,)
+        for phase in ("update", "score"):
+            held, more = (getattr(p, phase)["attention"] for p in (short, long))
+            assert more == 2 * held
+    # All scores at once are a square; they are asked for by name.
+    config = dataclasses.replace(CONFIG, attention_backend="reference")
+    held, more = (make(config=config, work=work, fsdp=8) for work in (LONG, twice))
+    assert more.update["attention"] > 3.9 * held.update["attention"]
+    # Half of them are computed by blocks: the keys before a query.
+    square = operations(config, LONG)
+    assert operations(CONFIG, LONG) == pytest.approx(square / 2)
+    blocks = tuple(
+        dataclasses.replace(b, attention=dataclasses.replace(b.attention, window=2**10))
+        for b in CONFIG.stacks[0].pattern
+    )
+    window = dataclasses.replace(CONFIG, stacks=(models.Stack(blocks, 2),))
+    assert operations(window, LONG) == pytest.approx(square / 16, rel=0.05)
+
+
+def operations(config, work, **sizes):
+    return attention.operations(
+        meshes.make_abstract(8, **sizes or {"fsdp": 8}), config, work, "tpu"
+    )
+
+
+def test_keys_go_round_where_rows_are_split():
+    whole, split = (make(work=LONG, fsdp=8 // n, context=n) for n in (1, 4))
+    # A quarter of the queries, and what is worked on and what comes of the keys.
+    assert split.update["attention"] < whole.update["attention"] / 2
+    key = "inputs of layers, kept for the backward pass"
+    assert split.update[key] == whole.update[key] // 4
+    sent = {(c.kind, c.axis): c.bytes for c in split.sharding.collectives}
+    # Four rounds: 2 layers × 2 heads × 8 numbers of the device's tokens, in bfloat16 forward,
+    # recomputed and backward, and gradients in float32; in 4 micro-batches.
+    numbers = 2 * 2 * 8 * 2**14 // 4
+    assert sent["collective-permute", "context"] == 4 * 4 * numbers * (3 * 2 + 4)
+    # The device with the ends of rows sees 7/8 of their keys on average.
+    each = operations(CONFIG, LONG, fsdp=2, context=4) * 4
+    assert each == pytest.approx(operations(CONFIG, LONG) * 2 * 7 / 8)
+
+
+def test_what_is_recomputed_is_not_kept():
+    def held(remat):
+        config = dataclasses.replace(CONFIG, remat=remat)
+        plan = make(config=config, work=LONG, fsdp=8)
+        return plan, sum(n for kind, n in plan.update.items() if kind in KINDS)
+
+    KINDS = (memory.INPUTS, memory.ATTENTION, memory.FEED_FORWARD)
+    (none, most), (layer, little), (kept, more) = map(held, ("none", "layer", "attention"))
+    assert most > 1.9 * little and little < more < most
+    assert none.update_time.compute < kept.update_time.compute < layer.update_time.compute
+    # The inputs of layers wait in the host's memory.
+    waiting, least = held("offload")
+    assert little - least == waiting.on_host == layer.update[memory.INPUTS]
+
+
+def test_packed_rows():
+    """Responses of a quarter of the longest: an eighth of the rows' tokens would be theirs."""
+    work = dataclasses.replace(LONG, mean_completion_length=2**12 - 16, micro_batch_tokens=2**14)
+    padded, packed = make(work=LONG, data=2, fsdp=4), make(work=work, data=2, fsdp=4)
+    assert work.row_length == LONG.length and work.mean_length == 2**12
+    mesh = meshes.make_abstract(2, data=2)
+    assert LONG.parts(mesh) == 4 * work.parts(mesh) == 4
+    assert packed.update[memory.INPUTS] == padded.update[memory.INPUTS]
+    two = {w: make("v5p:2", work=w, data=2) for w in (LONG, work)}
+    assert two[LONG].update_time.compute > 4 * two[work].update_time.compute
+    with pytest.raises(ValueError, match="mean_completion_length=99 exceeds max_completion_length"):
+        planning.Work(max_completion_length=98, mean_completion_length=99)
 
 
 def test_deepseek_v3_on_a_thousand_chips():

@@ -16,7 +16,7 @@ from rljax.config import EvalSettings, ObjectiveSettings, RolloutSettings, Updat
 from rljax.errors import InputError
 from rljax.monitoring import compilations
 from rljax.rollouts import ScoredGroup
-from rljax.training.rows import RowPlanner, RowShapes
+from rljax.training.rows import RowPlanner
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny import ROWS, config, half_right, one_device
@@ -151,13 +151,6 @@ def test_rows_have_few_lengths_and_bounded_padding():
 
 
 @pytest.mark.smoke
-def test_prompts_are_shared_where_that_is_fewer_tokens():
-    sharing = dataclasses.replace(PLANNER, may_share=True)
-    assert sharing.plan(fake_groups((100, 30), (90, 80))).shared == (100, 100)
-    assert sharing.plan(fake_groups((5, 390))).shared is None
-    assert PLANNER.plan(fake_groups((100, 30))) == RowShapes(250)
-
-
 def test_reinforce_plus_plus_with_a_penalty_and_one_update_trains(tmp_path):
     """Its shaping needs the trainer's log-probabilities where no other part does."""
     settings = config(

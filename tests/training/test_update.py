@@ -197,12 +197,10 @@ def test_sizes_that_do_not_divide_are_refused():
         count_micro_batches(10, 4, 0)
 
 
-def test_micro_batches_hold_at_most_what_is_asked_and_whole_groups():
+def test_micro_batches_hold_at_most_what_is_asked():
     assert count_micro_batches(16, 2, 2) == 4
     assert count_micro_batches(16, 2, 3) == 4  # 3 does not divide the 8 of a device
     assert count_micro_batches(16, 2, 0) == count_micro_batches(16, 2, 99) == 1
-    assert count_micro_batches(24, 1, 9, unit=4) == 3  # two groups of four at a time
-    assert count_micro_batches(24, 1, 1, unit=4) == 6  # never less than a group
 
 
 def test_correction_biases_follow_the_load():
