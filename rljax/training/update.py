@@ -230,6 +230,7 @@ class _Update:
                 routing=rows.routing if options.replay else None,
                 support=rows.support,
                 copies=rows.copies,
+                packed=rows.packed,
             ),
             temperature=options.temperature,
             score_mask=rows.mask,
