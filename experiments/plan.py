@@ -31,7 +31,7 @@ class Flags:
     model: str = "deepseek-v3"
     """A named configuration of rljax.models."""
     topology: str = "v5p:8x8x16"
-    """Chips as kind:grid; kinds are v5e, v5p, v6e, h100, h200, b200."""
+    """Chips as kind:grid; kinds are v5e, v5p, v6e, a100, h100, h200, b200."""
     mesh: str = ""
     """Sizes of mesh axes, such as fsdp=64,expert=16; empty: all chips on fsdp."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
