@@ -31,13 +31,14 @@ class Flags:
     model: str = "deepseek-v3"
     """A named configuration of rljax.models."""
     topology: str = "v5p:8x8x16"
-    """Chips as kind:grid; kinds are v5e, v5p, v6e, h100, h200, b200."""
+    """Chips as kind:grid; kinds are v5e, v5p, v6e, a100, h100, h200, b200."""
     mesh: str = ""
     """Sizes of mesh axes, such as fsdp=64,expert=16; empty: all chips on fsdp."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of activations and matmul inputs."""
-    remat: bool = True
-    """Recompute each layer's activations in the backward pass."""
+    remat: Literal["none", "layer", "attention", "offload"] = "layer"
+    """What the backward pass recomputes: nothing, layers, layers but their attention, or layers
+    whose inputs wait in the host's memory."""
     attention_backend: str = "auto"
     """What computes attention in training and scoring; auto: what these chips' platform takes."""
     expert_dispatch: Literal["all_gather", "all_to_all"] | None = None

@@ -22,7 +22,7 @@ CONFIG = models.decoder(
     num_experts=4,
     tie_embeddings=False,
     dtype="bfloat16",
-    remat=True,
+    remat="layer",
 )
 WORK = planning.Work(
     prompts_per_step=4,
@@ -48,7 +48,7 @@ def test_topologies():
     assert (pod.name, pod.num_chips, pod.chip.memory) == ("v5p:8x8x16", 1024, 95 * 2**30)
     assert planning.Topology.parse("h100:64").num_chips == 64
     for text, message in [
-        ("v9:4", "chip 'v9' is unknown; the chips are v5e, v5p, v6e, h100, h200, b200"),
+        ("v9:4", "chip 'v9' is unknown; the chips are v5e, v5p, v6e, a100, h100, h200, b200"),
         ("v5p", "'' is not a grid of chips; write v5p:4x4 or v5p:16"),
         ("v5p:4x", "'4x' is not a grid"),
         ("v5p:0", "'0' is not a grid"),
