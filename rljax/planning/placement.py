@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from rljax import mesh as meshes
 from rljax import models
 from rljax.models import ModelConfig
+from rljax.models.remat import Remat, read_remat
 
 KINDS = ("master weights", "optimizer moments", "gradients", "compute weights")
 """The kinds of bytes that training keeps for every parameter."""
@@ -89,9 +90,9 @@ def gradient_itemsize(p: ShardedParameter) -> int:
     return 4 if {"experts", "vocab"} & set(p.axes) else p.itemsize
 
 
-def remat_policy(config: ModelConfig) -> str:
-    """What the backward pass recomputes, as `ModelConfig.remat` says: `none`, `layer`, ..."""
-    return config.remat if isinstance(config.remat, str) else "layer" if config.remat else "none"
+def remat_policy(config: ModelConfig) -> Remat:
+    """What the backward pass recomputes."""
+    return read_remat(config.remat)
 
 
 def shard_parameters(
