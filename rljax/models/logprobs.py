@@ -80,8 +80,9 @@ def logits(
     Returns:
       float32 logits of the token after each position.
     """
+    packed = segments is not None
     positions, segments = Inputs(tokens, positions, segments).places()
-    attend = full_attention(positions, segments, backend=config.attention_backend)
+    attend = full_attention(positions, segments, None, config.attention_backend, packed)
     hidden, _, _ = hidden_states(params, config, tokens, positions, attend)
     return output_logits(params, config, hidden)
 
@@ -193,12 +194,14 @@ def states_before(
     routers' outputs (None for a dense model).
     """
     positions, segments = inputs.places()
+    packed = inputs.segments is not None
+    attend = full_attention(positions, segments, inputs.prefix, config.attention_backend, packed)
     hidden, _, router = hidden_states(
         params,
         config,
         inputs.tokens,
         positions,
-        full_attention(positions, segments, inputs.prefix, config.attention_backend),
+        attend,
         counted=segments > 0 if inputs.copies is None else inputs.copies,
         routers=RouterInputs(inputs.routing, load),
     )
