@@ -62,7 +62,7 @@ class Asked:
     packed: bool = True
 
 
-_FEW_SCORES, _FEW_ON_CPU = 2**26, 2**18
+_FEW_SCORES, _FEW_ON_CPU = 2**24, 2**18
 
 
 def _defer_short(asked: Asked, platform: str) -> str | None:

@@ -2,7 +2,8 @@
 
 Ring attention (Liu et al., 2023, arXiv:2310.01889): each device keeps its queries, meets the keys
 and values of one device after the other, and merges the results by their logsumexp. Backwards the
-gradients of keys and values go round with them.
+gradients of keys and values go round with them. Later queries see more keys: so that no device
+waits for another, each works on one early and one late part of the rows.
 """
 
 from __future__ import annotations
@@ -69,7 +70,46 @@ def run(
     """
     sizes = blocks.block_sizes(q.shape[1], k.shape[1], q.shape[2])
     ring = _Ring(axis, parts, blocked.How(scale, window, sizes))
-    return _attend(ring, q, k, v, queries, keys, sinks)
+    if q.shape[1] % 2 or k.shape[1] % 2:
+        return _attend(ring, q, k, v, queries, keys, sinks)
+    q, k, v, queries, keys = balance((q, k, v, queries, keys), axis)
+    return unbalance(_attend(ring, q, k, v, queries, keys, sinks), axis)
+
+
+def balance(tree: Any, axis: str) -> Any:
+    """Each device's part [B, T, ...] of rows, for one early and one late part of half its length.
+
+    Of 2n halves in the order of the rows, the i-th of n devices has 2i and 2i + 1, and is given i
+    and 2n - 1 - i.
+    """
+    even = jax.lax.axis_index(axis) % 2 == 0
+
+    def move(x: Array) -> Array:
+        halves = jnp.split(x, 2, axis=1)
+        a, b = (jax.lax.ppermute(h, axis, p) for h, p in zip(halves, _ways(axis), strict=True))
+        return jnp.concatenate([jnp.where(even, a, b), jnp.where(even, b, a)], axis=1)
+
+    return jax.tree.map(move, tree)
+
+
+def unbalance(tree: Any, axis: str) -> Any:
+    """The inverse of `balance`."""
+    even = jax.lax.axis_index(axis) % 2 == 0
+
+    def move(x: Array) -> Array:
+        early, late = jnp.split(x, 2, axis=1)
+        halves = jnp.where(even, early, late), jnp.where(even, late, early)
+        ways = ([(to, by) for by, to in way] for way in _ways(axis))
+        moved = [jax.lax.ppermute(h, axis, way) for h, way in zip(halves, ways, strict=True)]
+        return jnp.concatenate(moved, axis=1)
+
+    return jax.tree.map(move, tree)
+
+
+def _ways(axis: str) -> list[list[tuple[int, int]]]:
+    """From which device to which the first halves go, and the second ones."""
+    n = jax.lax.axis_size(axis)
+    return [[(i, min(h, 2 * n - 1 - h)) for i, h in enumerate(range(f, 2 * n, 2))] for f in (0, 1)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -68,10 +68,12 @@ class FullAttention:
     Attributes:
       tokens: Where the tokens stand.
       backend: As `ModelConfig.attention_backend`.
+      packed: Whether a row may hold several sequences, or padding elsewhere than at its end.
     """
 
     tokens: Tokens
     backend: str = struct.field(pytree_node=False, default="auto")
+    packed: bool = struct.field(pytree_node=False, default=True)
 
     def __call__(
         self,
@@ -86,7 +88,9 @@ class FullAttention:
         sinks: Array | None = None,
     ) -> tuple[Array, Any]:
         """As in `Attend`."""
-        local = functools.partial(_attend_finite, backend=self.backend, scale=scale, window=window)
+        local = functools.partial(
+            _attend_finite, backend=self.backend, packed=self.packed, scale=scale, window=window
+        )
         k, v = (_enough_heads(x, q.shape[2]) for x in (k, v))
         heads = fit(q.shape, BATCH_AXES, "context", "tensor")
         rows = fit(self.tokens.segments.shape, BATCH_AXES, "context")
@@ -102,6 +106,7 @@ def full_attention(
     segments: Int[Array, "B T"],
     prefix: Int[Array, "B T"] | None = None,
     backend: str = "auto",
+    packed: bool = True,
 ) -> FullAttention:
     """Causal attention within each segment of a row, and over its prefix, if it has any.
 
@@ -111,8 +116,9 @@ def full_attention(
       prefix: The segment that a position sees besides its own (a prompt shared by several
         responses), 0 for none; None: there are none.
       backend: As `ModelConfig.attention_backend`.
+      packed: Whether a row may hold several sequences, or padding elsewhere than at its end.
     """
-    return FullAttention(whole_rows(positions, segments, prefix), backend)
+    return FullAttention(whole_rows(positions, segments, prefix), backend, packed)
 
 
 def choose_backend(wanted: str, asked: Asked, axis: str | None = None) -> Implementation:
@@ -158,6 +164,7 @@ def _attend_finite(
     backend: str,
     scale: float,
     window: int | None,
+    packed: bool,
 ) -> Array:
     """Attention of one device in which what is not finite spoils its own sequence and no other."""
     # 0 · NaN is NaN: masked values must be finite, or they leak into their neighbours' values and
@@ -175,9 +182,10 @@ def _attend_finite(
         gathered = functools.partial(gather, axes=axis, dimension=1)
         k, v, keys = jax.tree.map(gathered, (k, v, tokens))
         axis = None
-    chosen = choose_backend(backend, kernels.asked_of(q, k, v, tokens, **options), axis)
+    asked = kernels.asked_of(q, k, v, tokens, packed=packed, **options)
+    chosen = choose_backend(backend, asked, axis)
     options |= {"scale": scale, "backend": chosen.name, "axis": axis}
-    out = kernels.attention(q, k, v, tokens, keys, **options)
+    out = kernels.attention(q, k, v, tokens, keys, packed=packed, **options)
     return jnp.where(broken[..., None, None], jnp.nan, out)
 
 

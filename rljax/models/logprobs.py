@@ -36,6 +36,8 @@ class Inputs:
         those among them. A token with none, and every token where this is None, is scored among
         the whole vocabulary.
       copies: How often each position counts in the routers' statistics; None: once, padding not.
+      packed: Static: whether a row may hold several segments, or padding elsewhere than at its end.
+        False lets attention take implementations for rows of one sequence.
     """
 
     tokens: Int[Array, "B T"]
@@ -45,6 +47,7 @@ class Inputs:
     routing: Int[Array, "B T layers k"] | None = None
     support: Int[Array, "B T S"] | None = None
     copies: Int[Array, "B T"] | None = None
+    packed: bool = struct.field(pytree_node=False, default=True)
 
     def places(self) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
         """Positions and segments, with their defaults."""
@@ -193,12 +196,13 @@ def states_before(
     routers' outputs (None for a dense model).
     """
     positions, segments = inputs.places()
+    packed = inputs.packed and inputs.segments is not None
     hidden, _, router = hidden_states(
         params,
         config,
         inputs.tokens,
         positions,
-        full_attention(positions, segments, inputs.prefix, config.attention_backend),
+        full_attention(positions, segments, inputs.prefix, config.attention_backend, packed),
         counted=segments > 0 if inputs.copies is None else inputs.copies,
         routers=RouterInputs(inputs.routing, load),
     )

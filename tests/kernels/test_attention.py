@@ -211,6 +211,29 @@ def test_blocks_that_no_query_sees_are_not_read(direction):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize("devices", [3, 4])
+def test_devices_of_a_ring_share_the_work_evenly(devices):
+    mesh = jax.make_mesh((devices,), ("context",), axis_types=(AxisType.Auto,))
+    rows = P(None, "context")
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=rows, out_specs=(rows, rows, P("context"))
+    )
+    def step(index):
+        moved = ring.balance(index, "context")
+        queries = attn.Tokens(moved, moved, jnp.ones_like(moved))
+        everything = jnp.broadcast_to(jnp.arange(32 * devices), (1, 32 * devices))
+        keys = attn.Tokens(everything, everything, jnp.ones_like(everything))
+        work = blocks.visited(queries, keys, Blocks(8, 8))
+        return moved, ring.unbalance(moved, "context"), work
+
+    index = jnp.arange(32 * devices)[None]
+    moved, back, work = step(index)
+    assert np.array_equal(back, index) and len(set(np.asarray(work))) == 1
+    halves = np.asarray(moved).reshape(devices, 2, 16)[:, :, 0] // 16
+    assert halves.tolist() == [[i, 2 * devices - 1 - i] for i in range(devices)]
+
+
 def test_it_works_under_vmap_scan_and_recomputation():
     case = Case()
     q, k, v, _, _ = arrays(case)
