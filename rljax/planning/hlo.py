@@ -53,7 +53,7 @@ def read_collectives(text: str, mesh: Mapping[str, int]) -> tuple[Collective, ..
       text: The optimized HLO of one device's program, as XLA dumps it.
       mesh: Axis -> size, in the order of the device grid.
 
-    Retimes_run:
+    Returns:
       Bytes that each device sends with a ring algorithm; `why` says how often, and in which of the
       model's named scopes.
     """
