@@ -24,7 +24,7 @@ from rljax.models.mixture import RouterInputs, RouterOutputs, join_outputs, mixt
 from rljax.models.parameters import Params, declare
 from rljax.models.pipeline import Layers, Outputs
 
-_UNROLLED = 8  # so few layers run faster one by one than as a loop
+UNROLLED = 8  # so few layers run faster one by one than as a loop
 EMBED_AXES = ("tensor", "fsdp")
 """The mesh axes that split the embedding where it enters `shard_map`; those of the output matrix
 are in the other order."""
@@ -169,7 +169,7 @@ def _run_layers(
         body,
         (x, cache, jnp.int32(layer)),
         layers,
-        unroll=not config.remat and layers.count <= _UNROLLED,
+        unroll=not config.remat and layers.count <= UNROLLED,
     )
     return x, cache, stats
 
