@@ -52,8 +52,9 @@ from experiments.timing import HOW_TO_COMPARE, peer_half
 VARIANTS: dict[str, dict[str, Any]] = {
     "as shipped": {},
     "share_prompts=never": {"share_prompts": "never"},
+    "packing=never": {"packing": "never"},
     "remat=False": {"remat": False},
-    "remat=False, share_prompts=never": {"remat": False, "share_prompts": "never"},
+    "remat=False, packing=never": {"remat": False, "packing": "never"},
 }
 """Names of ours, and the settings in which each differs from what is shipped."""
 

@@ -6,19 +6,22 @@ r"""Plans the training of a model on chips that need not be there.
     python -m experiments.plan --model tiny-moe --topology v5p:2x2x2 --mesh fsdp=8 --compile
 
 Prints bytes per device, the communication of a step and its least time; with `--search` the meshes
-that fit, fastest first. `--compile` also compiles the real train and decode steps for the described
-chips and prints XLA's figures next to the estimates; it needs the extra `tpu`, and minutes for the
-largest models.
+that fit, fastest first. `--compile` also compiles the real programs of update, scoring, prefill and
+decoding for the described chips and prints XLA's figures next to the estimates; it needs the extra
+`tpu`, and minutes for the largest models.
 """
 
 import dataclasses
 import os
 import sys
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from experiments import renamed_flags
 from experiments.flags import fail, read
 from rljax.errors import InputError, RljaxError
+
+if TYPE_CHECKING:
+    from rljax import models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +31,16 @@ class Flags:
     model: str = "deepseek-v3"
     """A named configuration of rljax.models."""
     topology: str = "v5p:8x8x16"
-    """Chips as kind:grid; kinds are v5e, v5p, v6e, h100, h200, b200."""
+    """Chips as kind:grid; kinds are v5e, v5p, v6e, a100, h100, h200, b200."""
     mesh: str = ""
     """Sizes of mesh axes, such as fsdp=64,expert=16; empty: all chips on fsdp."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of activations and matmul inputs."""
-    remat: bool = True
-    """Recompute each layer's activations in the backward pass."""
+    remat: Literal["none", "layer", "attention", "offload"] = "layer"
+    """What the backward pass recomputes: nothing, layers, layers but their attention, or layers
+    whose inputs wait in the host's memory."""
+    attention_backend: str = "auto"
+    """What computes attention in training and scoring; auto: what these chips' platform takes."""
     expert_dispatch: Literal["all_gather", "all_to_all"] | None = None
     """How tokens reach experts of other devices; unset: whichever sends fewer bytes."""
     pipeline_repeats: int = 1
@@ -52,7 +58,7 @@ class Flags:
     search: bool = False
     """Rank the meshes that fit instead."""
     compile: bool = False
-    """Compile the train step and the decode step for these chips too (TPUs only)."""
+    """Compile update, scoring, prefill and decoding for these chips too (TPUs only)."""
 
 
 _RENAMED = {"expert_exchange": "--expert_dispatch all_gather or all_to_all"}
@@ -65,7 +71,7 @@ def main() -> int:
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
     try:
         from rljax import mesh as meshes
-        from rljax import models, planning
+        from rljax import planning
 
         @dataclasses.dataclass(frozen=True)
         class All:
@@ -76,17 +82,7 @@ def main() -> int:
         renamed_flags.refuse(sys.argv[1:], _RENAMED)
         given = read(All, sys.argv[1:], "python -m experiments.plan", about, switches=True)
         flags, work = given.plan, given.work
-        if flags.model not in models.PRESETS:
-            names = ", ".join(models.PRESETS)
-            raise InputError(f"model={flags.model!r} is unknown; the models are {names}")
-        config = dataclasses.replace(
-            models.PRESETS[flags.model](),
-            dtype=flags.dtype,
-            remat=flags.remat,
-            expert_dispatch=flags.expert_dispatch,
-            pipeline_repeats=flags.pipeline_repeats,
-            pipeline_rows=flags.pipeline_rows,
-        )
+        config = _model(flags)
         topology = planning.Topology.parse(flags.topology)
         rules = (
             meshes.read_rules(flags.train_rules, meshes.TRAIN_RULES),
@@ -125,6 +121,23 @@ def main() -> int:
     except RljaxError as error:
         return fail(error)
     return 0
+
+
+def _model(flags: Flags) -> "models.ModelConfig":
+    from rljax import models
+
+    if flags.model not in models.PRESETS:
+        names = ", ".join(models.PRESETS)
+        raise InputError(f"model={flags.model!r} is unknown; the models are {names}")
+    return dataclasses.replace(
+        models.PRESETS[flags.model](),
+        dtype=flags.dtype,
+        remat=flags.remat,
+        attention_backend=flags.attention_backend,
+        expert_dispatch=flags.expert_dispatch,
+        pipeline_repeats=flags.pipeline_repeats,
+        pipeline_rows=flags.pipeline_rows,
+    )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,9 @@ from rljax_kernels.registry import platform_here
 LANES = 128
 """Width of a TPU's registers; last dimensions of blocks are best its multiples."""
 
+VMEM_BYTES = 2**26
+"""What a kernel may use of a core's own memory, in bytes; v5e, v5p and v6e have as much."""
+
 
 def interpreted() -> bool:
     """Whether Pallas has to interpret TPU kernels here: programs are compiled for other devices."""

@@ -18,8 +18,11 @@ class ModelSettings:
     (random weights)."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of activations and matmuls; master weights are float32 always."""
-    remat: bool = True
-    """Recompute each layer's activations in the backward pass: less memory, more time."""
+    remat: Literal["auto", "none", "layer", "attention", "offload"] = "auto"
+    """What the backward pass recomputes, which saves memory and takes time. none: nothing; layer:
+    all of each layer but its input; attention: that, but for attention; offload: as layer, with the
+    inputs in host memory meanwhile. auto: none where the activations of a micro-batch take at most
+    a quarter of a device's memory by estimate, else attention. Never changes a result."""
     lora_rank: int = 0
     """Rank of low-rank adapters, trained in place of the weights; 0: the weights are trained."""
     lora_alpha: float = 32.0
@@ -28,6 +31,10 @@ class ModelSettings:
     """Target modules: suffixes of the names of the adapted matrices, such as attention/q."""
     teacher: str = ""
     """distillation: a Hugging Face folder, a .gguf file, or smollm2, of the policy's vocabulary."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.remat, bool):  # as it was once written
+            object.__setattr__(self, "remat", "layer" if self.remat else "none")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,6 +73,11 @@ def _defer_short(asked: Asked, platform: str) -> str | None:
     return f"{scores:,} scores are few enough to compute them all at once"
 
 
+def _defer_small_blocks(asked: Asked, platform: str) -> str | None:
+    """Rows shorter than this leave much of a block empty."""
+    return None if asked.queries >= 256 else _defer_short(asked, platform)
+
+
 OPERATION = Operation(
     "attention",
     (
@@ -90,7 +95,7 @@ OPERATION = Operation(
             ("tpu",),
             pallas.run,
             pallas.refuses,
-            defers=_defer_short,
+            defers=_defer_small_blocks,
             source="Pallas, kernels/attention/pallas_kernels.py",
         ),
         Implementation(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from rljax_kernels.attention.block_pairs import FIRST, LAST, MASKED, SEEN, Pairs
-from rljax_kernels.pallas_tools import LANES, dot, interpreted, result
+from rljax_kernels.pallas_tools import LANES, VMEM_BYTES, dot, interpreted, result
 
 _LOWEST = -1e30
 SEGMENT, INDEX, POSITION, PREFIX = range(4)
@@ -221,7 +221,8 @@ def _run(kernel: Any, call: Call, grid: tuple, specs: Any, out: Any, scratch: li
         ),
         out_shape=out,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) + ("arbitrary",) * (len(grid) - 1)
+            dimension_semantics=("parallel",) + ("arbitrary",) * (len(grid) - 1),
+            vmem_limit_bytes=VMEM_BYTES,
         ),
         interpret=interpreted(),
         name=name,

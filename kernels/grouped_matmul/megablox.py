@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from rljax_kernels.pallas_tools import interpreted, pad_to, refuse_checks
 
-_ROWS, _SIDE = 512, 1024  # the most of a block: rows, and columns of either array
+_ROWS, _SIDE = 512, 1024  # the most of a block: rows, and columns of either array in bfloat16
 
 
 def refuses(asked: Any) -> str | None:
@@ -49,7 +49,7 @@ def _backward(saved: tuple, g: Array) -> tuple:
 
     x, weights, sizes = saved
     dx = _rows(g, weights, sizes, transposed=True)
-    m, *sides = _tiles(x.shape[0], *weights.shape[1:])
+    m, *sides = _tiles(x, *weights.shape[1:])
     size = -(-x.shape[0] // m) * m
     # The library's transpose of what it is given undoes this one.
     dw = tgmm(
@@ -70,7 +70,7 @@ def _rows(x: Array, weights: Array, sizes: Array, transposed: bool) -> Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     inner, outer = weights.shape[1:][::-1] if transposed else weights.shape[1:]
-    tiles = _tiles(x.shape[0], inner, outer)
+    tiles = _tiles(x, inner, outer)
     padded = pad_to(x, 0, -(-x.shape[0] // tiles[0]) * tiles[0])
     out = gmm(
         padded,
@@ -85,11 +85,12 @@ def _rows(x: Array, weights: Array, sizes: Array, transposed: bool) -> Array:
     return jnp.where((jnp.arange(x.shape[0]) < sizes.sum())[:, None], out, 0)
 
 
-def _tiles(rows: int, inner: int, outer: int) -> tuple[int, int, int]:
-    """Rows, inner and outer columns of a block."""
+def _tiles(x: Array, inner: int, outer: int) -> tuple[int, int, int]:
+    """Rows, inner and outer columns of a block: such as fit in what these kernels may use."""
+    side = _SIDE * 2 // x.dtype.itemsize
 
     def fit(size: int, most: int, multiple: int) -> int:
         blocks = -(-size // most)
         return -(-size // (multiple * blocks)) * multiple
 
-    return fit(rows, _ROWS, 16), fit(inner, _SIDE, 128), fit(outer, _SIDE, 128)
+    return fit(x.shape[0], _ROWS, 16), fit(inner, side, 128), fit(outer, side, 128)

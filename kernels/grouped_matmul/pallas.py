@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from rljax_kernels.pallas_tools import dot, interpreted, result, spread, vary_alike
+from rljax_kernels.pallas_tools import VMEM_BYTES, dot, interpreted, result, spread, vary_alike
 
 _ROWS, _SIDE = 512, 1024  # the most of a block: rows, and columns of either array
 
@@ -33,7 +33,13 @@ def run(
 
 @jax.custom_vjp
 def _multiply(x: Array, weights: Array, sizes: Array) -> Array:
-    return jax.lax.ragged_dot(x, weights, sizes)
+    return _rows(x, weights, sizes)
+
+
+def _rows(x: Array, weights: Array, sizes: Array) -> Array:
+    # A kernel that skips blocks without rows leaves there what lay in memory.
+    y = jax.lax.ragged_dot(x, weights, sizes)
+    return jnp.where((jnp.arange(x.shape[0]) < sizes.sum())[:, None], y, 0)
 
 
 def _forward(x: Array, weights: Array, sizes: Array) -> tuple[Array, tuple]:
@@ -42,7 +48,7 @@ def _forward(x: Array, weights: Array, sizes: Array) -> tuple[Array, tuple]:
 
 def _backward(saved: tuple, g: Array) -> tuple:
     x, weights, sizes = saved
-    dx = jax.lax.ragged_dot(g, weights.swapaxes(1, 2), sizes)
+    dx = _rows(g, weights.swapaxes(1, 2), sizes)
     dw = gradient_of_weights(x, g, sizes).astype(weights.dtype)
     return dx, dw, np.zeros(sizes.shape, jax.dtypes.float0)
 
@@ -82,7 +88,7 @@ def gradient_of_weights(
         ),
         out_shape=result((e, d, f), x.dtype, x),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary")
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * m * d * f,

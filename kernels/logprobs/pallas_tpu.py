@@ -22,13 +22,20 @@ from rljax_kernels.logprobs.statistics import (
     places_of,
     slopes,
 )
-from rljax_kernels.pallas_tools import LANES, dot, interpreted, result, round_up, vary_alike
+from rljax_kernels.pallas_tools import (
+    LANES,
+    VMEM_BYTES,
+    dot,
+    interpreted,
+    result,
+    round_up,
+    vary_alike,
+)
 
 _BLOCK_BYTES = 2**22  # of a block of hidden states, and of the matrix
 _MOST = 1024  # tokens, or ids, of a block
 _SLICE = 2**26  # gradients of logits that exist at a time
 _MOST_PICKED = 8
-_MEMORY = 2**26  # bytes of a core's own memory that a kernel may use; v5e, v5p and v6e have more
 _LSE, _MEAN, _PICKED = 0, 1, 2  # columns of what the forward kernel gives
 
 
@@ -216,7 +223,7 @@ def _call(
         ),
         out_shape=result(*out[:2], hidden),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_MEMORY
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
         interpret=interpreted(),
         name=name,

@@ -24,7 +24,15 @@ from rljax_kernels.paged_attention.pages import (
     shared_range,
 )
 from rljax_kernels.paged_attention.pallas_write import write_tokens
-from rljax_kernels.pallas_tools import LANES, dot, interpreted, result, spread, vary_alike
+from rljax_kernels.pallas_tools import (
+    LANES,
+    VMEM_BYTES,
+    dot,
+    interpreted,
+    result,
+    spread,
+    vary_alike,
+)
 
 _LOWEST = -1e30
 _STEP_BYTES = 2**20  # of keys and values that a step reads: enough to hide what a step costs
@@ -194,7 +202,9 @@ def _kernel_call(call: _Call, table: int, count: Array, arrays: list[Array]) -> 
             ],
         ),
         out_shape=[result((blocks, kv, queries, w), jnp.float32, arrays[0]) for w in widths],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+        ),
         interpret=interpreted(),
         name="paged_attention",
     )

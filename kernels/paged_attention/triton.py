@@ -176,7 +176,9 @@ def _cut(dtype: Any, dim: int, queries: int, latent: bool) -> tuple[int, int, in
     tile = min(max(16, _power_of_two(queries)), 64)
     if dtype == jnp.float32:
         return min(tile, 16), 16 if dim > 128 else 32, 4, 1
-    if latent:
+    if latent:  # 64 queries take products whose operands need no registers, of Hopper on
+        capability = triton_tools.capability()
+        tile = min(tile, 64 if capability in (90, 100, 103) else 32 if capability == 80 else 16)
         return tile, 32, 8 if tile > 16 else 4, 2
     if dim > 128:
         return tile, 32, 4, 2

@@ -9,6 +9,7 @@ from typing import Literal
 from rljax_kernels.attention import OPERATION
 
 from rljax.errors import InputError
+from rljax.models.remat import Remat, read_remat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +254,8 @@ class ModelConfig:
       tie_embeddings: Whether the output matrix is the embedding.
       dtype: Dtype of activations and matmul inputs; softmax, router and log-probabilities are
         float32 whatever it is.
-      remat: Whether each layer's activations are recomputed in the backward pass.
+      remat: What the backward pass recomputes, as `remat.Remat` says. True and False stand for
+        `layer` and `none`.
       attention_backend: How attention is computed where no cache is kept, as for
         `rljax_kernels.attention`; `auto`: what is fastest on the devices for the rows at hand.
       expert_dispatch: How tokens meet experts on other devices (see `experts.parallel_experts`);
@@ -280,7 +282,7 @@ class ModelConfig:
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
-    remat: bool = False
+    remat: Remat | bool = "none"
     attention_backend: str = "auto"
     expert_dispatch: Literal["all_gather", "all_to_all"] | None = None
     expert_backend: Literal[
@@ -294,6 +296,7 @@ class ModelConfig:
     num_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "remat", read_remat(self.remat))
         if self.num_tokens is not None and not 1 <= self.num_tokens <= self.vocab_size:
             raise InputError(
                 f"num_tokens={self.num_tokens} must lie between 1 and vocab_size="

@@ -23,6 +23,7 @@ from rljax.models.layers import dense, enter, rms_norm
 from rljax.models.mixture import RouterInputs, RouterOutputs, join_outputs, mixture
 from rljax.models.parameters import Params, declare
 from rljax.models.pipeline import Layers, Outputs
+from rljax.models.remat import checkpointed
 
 _UNROLLED = 8  # so few layers run faster one by one than as a loop
 EMBED_AXES = ("tensor", "fsdp")
@@ -160,7 +161,7 @@ def _run_layers(
         stacked = jax.tree.map(lambda *a: jnp.stack(a), *outputs) if outputs else None
         return (x, cache, layer + len(stack.pattern)), stacked
 
-    body = jax.checkpoint(repeat) if config.remat else repeat
+    body = checkpointed(repeat, config.remat)
     if layers.count == 1:  # no loop: a cache may then hold an array for each layer
         once = jax.tree.map(lambda a: a[0], layers)
         (x, cache, _), stats = body((x, cache, layer), once)
@@ -169,7 +170,7 @@ def _run_layers(
         body,
         (x, cache, jnp.int32(layer)),
         layers,
-        unroll=not config.remat and layers.count <= _UNROLLED,
+        unroll=config.remat == "none" and layers.count <= _UNROLLED,
     )
     return x, cache, stats
 
@@ -200,7 +201,8 @@ def _run_stack(
     outputs: list[Outputs] = []
     schedule = pipeline.schedule_here(stack.repeats, x.shape, config)
     if schedule is not None and isinstance(tokens.attend, FullAttention):
-        inner = dataclasses.replace(config, remat=config.remat and not schedule.recomputed)
+        remat = "none" if schedule.recomputed else config.remat
+        inner = dataclasses.replace(config, remat=remat)
         rows = (tokens.positions, tokens.counted, tokens.attend)
         piped, layers = pipeline.divide(schedule, layers, declared)
         run = functools.partial(_run_stage_layers, stack, inner)

@@ -36,6 +36,8 @@ class Inputs:
         those among them. A token with none, and every token where this is None, is scored among
         the whole vocabulary.
       copies: How often each position counts in the routers' statistics; None: once, padding not.
+      packed: Static: whether a row may hold several segments, or padding elsewhere than at its end.
+        False lets attention take implementations for rows of one sequence.
     """
 
     tokens: Int[Array, "B T"]
@@ -45,6 +47,7 @@ class Inputs:
     routing: Int[Array, "B T layers k"] | None = None
     support: Int[Array, "B T S"] | None = None
     copies: Int[Array, "B T"] | None = None
+    packed: bool = struct.field(pytree_node=False, default=True)
 
     def places(self) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
         """Positions and segments, with their defaults."""
@@ -80,9 +83,8 @@ def logits(
     Returns:
       float32 logits of the token after each position.
     """
-    packed = segments is not None
     positions, segments = Inputs(tokens, positions, segments).places()
-    attend = full_attention(positions, segments, None, config.attention_backend, packed)
+    attend = full_attention(positions, segments, backend=config.attention_backend)
     hidden, _, _ = hidden_states(params, config, tokens, positions, attend)
     return output_logits(params, config, hidden)
 
@@ -194,14 +196,13 @@ def states_before(
     routers' outputs (None for a dense model).
     """
     positions, segments = inputs.places()
-    packed = inputs.segments is not None
-    attend = full_attention(positions, segments, inputs.prefix, config.attention_backend, packed)
+    packed = inputs.packed and inputs.segments is not None
     hidden, _, router = hidden_states(
         params,
         config,
         inputs.tokens,
         positions,
-        attend,
+        full_attention(positions, segments, inputs.prefix, config.attention_backend, packed),
         counted=segments > 0 if inputs.copies is None else inputs.copies,
         routers=RouterInputs(inputs.routing, load),
     )

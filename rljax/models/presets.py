@@ -22,6 +22,7 @@ from rljax.models.config import (
     Stack,
     Yarn,
 )
+from rljax.models.remat import Remat
 
 
 class DecoderOptions(TypedDict, total=False):
@@ -36,7 +37,7 @@ class DecoderOptions(TypedDict, total=False):
     norm_eps: float
     tie_embeddings: bool
     dtype: Literal["float32", "bfloat16"]
-    remat: bool
+    remat: Remat | bool
     family: str | None
     max_positions: int
 
@@ -164,7 +165,7 @@ def _qwen2_5(
         norm_eps=norm_eps,
         tie_embeddings=False,
         dtype="bfloat16",
-        remat=True,
+        remat="layer",
         family="qwen2",
         max_positions=max_positions,
     )
@@ -185,7 +186,7 @@ def qwen3_30b_a3b() -> ModelConfig:
         rope_theta=1e6,
         tie_embeddings=False,
         dtype="bfloat16",
-        remat=True,
+        remat="layer",
         max_positions=40_960,
     )
 
@@ -205,7 +206,7 @@ def llama_3_2_3b() -> ModelConfig:
         rope_scaling=RopeScaling(factor=32.0),
         norm_eps=1e-5,
         dtype="bfloat16",
-        remat=True,
+        remat="layer",
         family="llama",
         max_positions=131_072,
     )
@@ -253,7 +254,7 @@ def _deepseek_v3(
             Stack((Block(attention, mixture),), num_layers - num_dense),
         ),
         dtype="bfloat16",
-        remat=True,
+        remat="layer",
         family="deepseek_v3",
         max_positions=163_840,
     )

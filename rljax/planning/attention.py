@@ -7,6 +7,7 @@ import collections
 from jax.sharding import AbstractMesh, Mesh
 from rljax_kernels.attention import OPERATION, RINGS, Asked
 
+from rljax.errors import InputError
 from rljax.models import Attention, LatentAttention, ModelConfig
 from rljax.planning.placement import compute_itemsize
 from rljax.planning.work import Work
@@ -46,6 +47,9 @@ def implementation(
       c: The layer's attention.
       work: The sizes of a step.
       platform: Of the devices.
+
+    Raises:
+      InputError: The implementation that is asked for does not compute this there.
     """
     num_heads, kv_heads, width, value_width = heads(c, mesh.shape["tensor"])
     asked = Asked(
@@ -61,7 +65,13 @@ def implementation(
         sinks=isinstance(c, Attention) and c.sinks,
     )
     if config.attention_backend != "auto":
-        return OPERATION.named(config.attention_backend).name
+        found = OPERATION.named(config.attention_backend)
+        reason = found.refuses(asked)
+        if platform not in found.platforms:
+            reason = f"it is for {' and '.join(found.platforms)}, not for {platform}"
+        if reason:
+            raise InputError(f"attention_backend={found.name!r}: {reason}; use auto")
+        return found.name
     able = list(OPERATION.implementations)
     if goes_round(mesh, config):
         able = [OPERATION.named(name) for name in RINGS]
@@ -106,7 +116,11 @@ def bytes_of_layer(
     forward = itemsize * (queries + keys) + saved(mesh, config, c, work)
     # Gradients, which add up in float32 over the blocks of queries and of keys.
     backward = (4 + itemsize) * (queries + keys) + itemsize * tokens * num_heads * value_width
-    if implementation(mesh, config, c, work, platform) == "reference":
+    chosen = implementation(mesh, config, c, work, platform)
+    if chosen in ("pallas", "splash"):
+        # Its kernels want heads before tokens: all of it is laid out once more.
+        forward, backward = 2 * forward, 2 * backward
+    if chosen == "reference":
         # Scores, their softmax and the gradients of both, in float32.
         square = 4 * tokens * num_heads * work.row_length
         forward, backward = forward + 2 * square, backward + 2 * square

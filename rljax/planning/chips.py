@@ -44,6 +44,9 @@ CHIPS = {
         Chip("v5p", 459e12, 95 * _GIB, 2765e9, 600e9),
         # Google Cloud, "TPU v6e": 918 TFLOP/s, 32 GB, 1,638 GB/s, links 800 GB/s both ways.
         Chip("v6e", 918e12, 32 * _GB, 1638e9, 400e9),
+        # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s without sparsity, 80 GB, 2,039 GB/s, NVLink
+        # 600 GB/s both ways.
+        Chip("a100", 312e12, 80 * _GB, 2039e9, 300e9, platform="gpu"),
         # NVIDIA H100 SXM data sheet: 1,979 TFLOP/s with sparsity, half of it without; 80 GB,
         # 3.35 TB/s, NVLink 900 GB/s both ways.
         Chip("h100", 989e12, 80 * _GB, 3350e9, 450e9, platform="gpu"),

@@ -78,6 +78,11 @@ def activations(
         FEED_FORWARD: held(fed),
         "gathered weights of a layer and their gradients": 2 * _largest_layer(mesh, placed),
         "logits": 3 * _logits(mesh, config, work),
+        "output matrix, gathered, and its gradient": _output_matrix(mesh, config),
+        # Those of one micro-batch, before they are added to the others'.
+        "gradients of a micro-batch": sum(4 * p.shard_size for p in placed)
+        if work.parts(mesh) > 1
+        else 0,
     }
 
 
@@ -107,6 +112,12 @@ def offloaded(mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work) -> int
         return 0
     kept = _kept_inputs(config, work.schedules(mesh, config))
     return int(kept * hidden_bytes(config, work.tokens(mesh)))
+
+
+def _output_matrix(mesh: Mesh | AbstractMesh, config: ModelConfig) -> int:
+    """Bytes of the output matrix, whole over fsdp, and of its gradient: of a chunk, and the sum."""
+    numbers = config.vocab_size * config.hidden_size // mesh.shape["tensor"]
+    return (compute_itemsize(config) + 2 * 4) * numbers
 
 
 def _logits(mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work) -> int:
@@ -147,7 +158,7 @@ def _feed_forward(
         return routed + shared, routed + shared
     # One block of rows at a time, and sums over a token's experts in float32.
     sums = (4 + itemsize) * met * config.hidden_size
-    return sums + shared, 2 * sums + shared
+    return sums + shared, 3 * sums + shared
 
 
 def _largest_layer(mesh: Mesh | AbstractMesh, placed: Sequence[ShardedParameter]) -> int:

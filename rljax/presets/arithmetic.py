@@ -28,7 +28,7 @@ def arithmetic() -> Config:
     .03/.04 and two mini-batches.
     """
     return Config(
-        model=ModelSettings(model="tiny-moe", remat=False),
+        model=ModelSettings(model="tiny-moe", remat="none"),
         data=DataSettings(data="addition", template="none", max_prompt_length=16),
         rewards=RewardSettings(rewards=("exact_match",)),
         rollout=RolloutSettings(prompts_per_step=32, num_generations=8, max_completion_length=6),

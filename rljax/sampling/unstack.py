@@ -16,7 +16,7 @@ from rljax.models.parameters import Params
 def unstack_config(config: ModelConfig) -> ModelConfig:
     """The same model with no two layers stacked, so that they run without a loop."""
     stacks = tuple(Stack(s.pattern * s.repeats, 1) for s in config.stacks)
-    return dataclasses.replace(config, stacks=stacks, remat=False)
+    return dataclasses.replace(config, stacks=stacks, remat="none")
 
 
 def unstack_params(params: Params, config: ModelConfig) -> Params:

@@ -18,6 +18,7 @@ from rljax.config import Config
 from rljax.data import CharTokenizer, Tokenizer, check_vocabulary, load_tokenizer, model_path
 from rljax.errors import InputError
 from rljax.models import ModelConfig, Params
+from rljax.training.recomputation import choose_remat
 from rljax.training.state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ def open_policy(config: Config, alphabet: Callable[[], str], mesh: Mesh | None =
         check_vocabulary(tokenizer, model.vocab_size, config.data.template)
         # Rows that pad the embedding stand for no text, and are never sampled.
         model = dataclasses.replace(model, num_tokens=tokenizer.vocab_size, **_computation(config))
+        model = dataclasses.replace(model, remat=choose_remat(config, model, mesh))
 
         def initial() -> Params:
             return params
@@ -93,6 +95,7 @@ def open_policy(config: Config, alphabet: Callable[[], str], mesh: Mesh | None =
             dtype=settings.compute_dtype,
             **_computation(config),
         )
+        model = dataclasses.replace(model, remat=choose_remat(config, model, mesh))
 
         def initial() -> Params:
             return models.init(jax.random.key(config.run.seed), model, mesh=mesh, rules=rules)
@@ -113,7 +116,6 @@ def _computation(config: Config) -> dict[str, Any]:
     """Settings of the model that say how it is computed, not what."""
     mesh = config.mesh
     return {
-        "remat": config.model.remat,
         "attention_backend": mesh.attention_backend,
         "expert_dispatch": mesh.expert_dispatch,
         "expert_backend": mesh.expert_backend,

@@ -28,7 +28,7 @@ MICRO_BATCH_TOKENS = 128.0
 Reach = Literal["seen", "causal", "all"]
 """Which pairs of a query and a key of a row are computed: those of blocks that a query sees any of,
 those of keys before the query, or all."""
-_REACH: dict[str, Reach] = {"blocked": "seen", "triton": "seen", "reference": "all"}
+_REACH: dict[str, Reach] = {"reference": "all", "cudnn": "causal"}  # all others: seen
 
 
 def _all(rows: int, length: int) -> Reach:
@@ -131,4 +131,4 @@ def _reach(config: ModelConfig, rows: int, length: int) -> Reach:
         value_dim=dims[1],
         prefix=True,
     )
-    return _REACH.get(choose_backend(config.attention_backend, asked).name, "causal")
+    return _REACH.get(choose_backend(config.attention_backend, asked).name, "seen")

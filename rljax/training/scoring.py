@@ -71,6 +71,7 @@ class _Scored:
     copies: Int[Array, "R T"] | None
     routing: Int[Array, "R T layers k"] | None
     support: Int[Array, "R T S"] | None
+    packed: bool = struct.field(pytree_node=False, default=True)
 
     def inputs(self, replay: bool) -> models.Inputs:
         """What the model is told."""
@@ -82,6 +83,7 @@ class _Scored:
             routing=self.routing if replay else None,
             support=self.support,
             copies=self.copies,
+            packed=self.packed,
         )
 
 
@@ -92,7 +94,15 @@ def _rows_of(batch: Batch, layout: Layout | None) -> _Scored:
     if layout is None:
         assert batch.segments is not None and batch.positions is not None
         return _Scored(
-            batch.tokens, batch.mask, batch.positions, batch.segments, None, None, routing, support
+            tokens=batch.tokens,
+            mask=batch.mask,
+            positions=batch.positions,
+            segments=batch.segments,
+            prefix=None,
+            copies=None,
+            routing=routing,
+            support=support,
+            packed=False,
         )
     places = layout.places()
     rows = _Scored(

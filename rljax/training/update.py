@@ -181,6 +181,7 @@ class _Update:
 
         def add(carried: Any, micro: Rows) -> Any:
             first, value, stats, sums = carried
+            backward: Any  # whose method for references JAX's types do not know
             more, backward, (new, others) = jax.vjp(
                 lambda trained: loss(trained, micro), state.trained, has_aux=True
             )
@@ -188,9 +189,8 @@ class _Update:
             merged = jax.tree.map(lambda a, b: jnp.where(first, a, b), new, L.merge(stats, new))
             return jnp.bool_(False), value + more, merged, jax.tree.map(jnp.add, sums, others)
 
-        micro = jax.eval_shape(
-            lambda rows: rows.take(jnp.arange(rows.tokens.shape[0] // cut.parts)), rows
-        )
+        each = jnp.arange(rows.tokens.shape[0] // cut.parts)
+        micro = jax.eval_shape(lambda rows: rows.take(each), rows)
         _, aux = jax.eval_shape(loss, state.trained, micro)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), aux)
         start = (jnp.bool_(True), jnp.float32(0), *zeros)
@@ -230,6 +230,7 @@ class _Update:
                 routing=rows.routing if options.replay else None,
                 support=rows.support,
                 copies=rows.copies,
+                packed=rows.packed,
             ),
             temperature=options.temperature,
             score_mask=rows.mask,

@@ -65,6 +65,7 @@ def test_rates_and_shares():
     kinds = {
         "NVIDIA H100 80GB HBM3": "h100",
         "NVIDIA H200": "h200",
+        "NVIDIA A100-SXM4-80GB": "a100",
         "TPU v5": "v5p",
         "TPU v5 lite": "v5e",
         "TPU v6 lite": "v6e",

@@ -5,6 +5,8 @@ import contextlib
 import pytest
 from rljax_kernels import registry
 
+from tests.kernels import interpreter
+
 
 def others(operation):
     """Parameters of a test: the implementations but for the reference."""
@@ -32,10 +34,9 @@ def able(operation, name, asked):
     platform = found.platforms[0]
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         if platform == "gpu":
-            pytest.importorskip("torch", exc_type=ImportError)
-            from tests.kernels import interpreter
-
+            if not interpreter.available():
+                pytest.skip(f"{name}: Triton's interpreter needs torch")
             stack.enter_context(interpreter.interpreting())
-        # Pallas interprets kernels for TPU where programs are compiled for other devices.
+        # Kernels for TPU are interpreted by Pallas on all other devices.
         patch.setattr(registry, "platform_here", lambda: platform)
         yield

@@ -235,3 +235,16 @@ def test_what_is_not_computed_is_refused_with_the_reason(name, change, reason):
     with pytest.raises(ValueError, match=reason):
         OPERATION.choose(name, asked, "tpu")
     assert OPERATION.choose("auto", asked, "tpu").name != name
+
+
+def test_auto_takes_the_kernels_but_for_short_rows():
+    def chosen(rows, tokens, **change):
+        asked = {"dtype": "bfloat16", "rows": rows, "queries": tokens, "keys": tokens, "heads": 8}
+        asked = Asked(**asked, kv_heads=2, head_dim=128, value_dim=128, **change)
+        return OPERATION.choose("auto", asked, "tpu").name
+
+    assert chosen(1, 256) == chosen(1, 32768, prefix=True, window=128, sinks=True) == "pallas"
+    assert chosen(8, 192) == "reference"
+    assert chosen(2048, 192) == "pallas"
+    # More pairs of blocks than a core's scalar memory lists.
+    assert chosen(64, 32768 * 2) == "blocked"

@@ -53,7 +53,7 @@ def one(mesh):
 
 
 ATTENTION = {  # T, H, K, d, dv, prefix, window, sinks
-    ("pallas", "all options"): (32768, 8, 2, 128, 128, True, 4096, True),
+    ("pallas", "all options"): (8192, 8, 2, 128, 128, True, 4096, True),
     ("pallas", "latent"): (4096, 4, 4, 192, 128, False, None, False),
     ("splash", "all options"): (4096, 8, 2, 128, 128, False, 1024, True),
 }
@@ -146,7 +146,7 @@ def test_paged_attention_copies_no_pages(chips, latent):
 
 
 def test_logprobs_and_their_gradients_hold_no_logits(chips):
-    tokens, d, size = 4096, 2048, 151936
+    tokens, d, size = 4096, 1024, 65536
 
     def both(hidden, matrix, ids, g):
         def found(hidden, matrix):
@@ -163,8 +163,7 @@ def test_logprobs_and_their_gradients_hold_no_logits(chips):
         ((tokens,), jnp.int32),
         ((tokens,), jnp.float32),
     )
-    # A slice of the gradients of logits, and that of hidden states in float32, some of it twice.
-    assert program.memory_analysis().temp_size_in_bytes < 4 * 2**27 < tokens * size
+    assert program.memory_analysis().temp_size_in_bytes < tokens * size  # a byte for each logit
 
 
 def test_attention_compiles_inside_shard_map_with_its_checks(chips):

@@ -25,7 +25,7 @@ CONFIG = models.decoder(
     intermediate_size=256,
     num_experts=4,
     dtype="bfloat16",
-    remat=True,
+    remat="layer",
 )
 WORK = planning.Work(
     prompts_per_step=4,
@@ -100,7 +100,7 @@ LONG = models.decoder(
     num_heads=4,
     num_kv_heads=2,
     intermediate_size=128,
-    remat=True,
+    remat="layer",
 )
 
 
@@ -148,7 +148,7 @@ def test_described_chips():
         intermediate_size=512,
         num_experts=4,
         dtype="bfloat16",
-        remat=True,
+        remat="layer",
     )
     machine = planning.Topology.parse("v5p:2x2x2")
     plan = planned("v5p:2x2x2", config)

@@ -22,7 +22,7 @@ CONFIG = models.decoder(
     num_experts=4,
     tie_embeddings=False,
     dtype="bfloat16",
-    remat=True,
+    remat="layer",
 )
 WORK = planning.Work(
     prompts_per_step=4,
@@ -48,7 +48,7 @@ def test_topologies():
     assert (pod.name, pod.num_chips, pod.chip.memory) == ("v5p:8x8x16", 1024, 95 * 2**30)
     assert planning.Topology.parse("h100:64").num_chips == 64
     for text, message in [
-        ("v9:4", "chip 'v9' is unknown; the chips are v5e, v5p, v6e, h100, h200, b200"),
+        ("v9:4", "chip 'v9' is unknown; the chips are v5e, v5p, v6e, a100, h100, h200, b200"),
         ("v5p", "'' is not a grid of chips; write v5p:4x4 or v5p:16"),
         ("v5p:4x", "'4x' is not a grid"),
         ("v5p:0", "'0' is not a grid"),
@@ -96,6 +96,11 @@ def test_memory_by_hand():
     assert plan.attention == ("reference",)
     assert plan.update["attention"] == forward + 6 * (q + kv) + 2 * out + 2 * square
     assert plan.score["attention"] == forward + square
+    # The output matrix in bfloat16, and twice in float32: the gradient of a chunk, and their sum.
+    assert plan.update["output matrix, gathered, and its gradient"] == (2 + 2 * 4) * 64 * 16 // 2
+    numbers = sum(r.shard_size for r in plan.sharding.rows)
+    assert plan.update["gradients of a micro-batch"] == 4 * numbers
+    assert make(data=8).update["gradients of a micro-batch"] == 0
     # While sampling, weights are whole on each fsdp shard.
     sampler = sum(
         r.shard_size * r.itemsize * (2 if "fsdp" in r.spec else 1) for r in plan.sharding.rows
@@ -354,6 +359,10 @@ def test_the_command_prints_a_plan(monkeypatch, capsys):
         ("--mesh=data=1024 --slots=1", "do not divide over stage×data×fsdp×expert = 1024"),
         ("--rollout_rules=experts=row", "rules flag 'experts=row': mesh axis 'row' is unknown"),
         ("--dtype=int8", "dtype"),
+        (
+            "--mesh=data=1024 --attention_backend=triton",
+            "attention_backend='triton': it is for gpu, not for tpu; use auto",
+        ),
         ("", "fsdp=512 (without --mesh all chips are on fsdp; --search lists meshes that fit)"),
     ],
 )

@@ -194,7 +194,7 @@ def test_settings_that_change_no_result_may_change(finished):
     other = dataclasses.replace(
         settings,
         sampler=dataclasses.replace(settings.sampler, slots=4, decode_chunk=2, page_size=8),
-        model=dataclasses.replace(settings.model, remat=True),
+        model=dataclasses.replace(settings.model, remat="layer"),
         update=dataclasses.replace(settings.update, micro_batch_size=2),
     )
     run_directory.claim(finished, other, "custom", {})

@@ -140,10 +140,10 @@ def test_a_run_on_a_mesh_exchanges_tokens_as_asked(base, tmp_path):
 
 
 def test_settings_of_the_model_reach_it():
-    flags = ["--expert_dispatch=all_to_all", "--remat=True", "--compute_dtype=bfloat16"]
+    flags = ["--expert_dispatch=all_to_all", "--remat=layer", "--compute_dtype=bfloat16"]
     flags += ["--pipeline_repeats=2", "--pipeline_rows=3"]
     found = open_policy(parse(flags, "train").config, lambda: "0123456789").model
-    assert (found.expert_dispatch, found.remat, found.dtype) == ("all_to_all", True, "bfloat16")
+    assert (found.expert_dispatch, found.remat, found.dtype) == ("all_to_all", "layer", "bfloat16")
     assert (found.pipeline_repeats, found.pipeline_rows) == (2, 3)
 
 

@@ -36,7 +36,7 @@ CONFIG = models.ModelConfig(
     V,
     16,
     tuple(models.Stack((models.Block(ATTENTION, f),), 1) for f in (models.Dense(24), MIXTURE)),
-    remat=True,
+    remat="layer",
 )
 # For stages: two share two of the layers, and one is left over.
 DENSE, MIXTURES = CONFIG.stacks
@@ -200,7 +200,7 @@ def test_circular_repeats_equal_one_device():
         CONFIG,
         stacks=(DENSE, dataclasses.replace(MIXTURES, repeats=5)),
         pipeline_repeats=2,
-        remat=False,
+        remat="none",
     )
     batch, given = make_batch(5), np.random.default_rng(2).random((2, B, T)).astype(np.float32)
     # Its last rows choose for themselves.

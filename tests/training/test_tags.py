@@ -42,7 +42,7 @@ def teacher(directory):
     size = CharTokenizer("".join(alphabet)).vocab_size
     model = dataclasses.replace(models.PRESETS["tiny-moe"](), vocab_size=size)
     models.save_pretrained(directory, model, models.init(jax.random.key(7), model))
-    return ModelSettings("tiny-moe", remat=False, teacher=str(directory))
+    return ModelSettings("tiny-moe", remat="none", teacher=str(directory))
 
 
 def test_runs_log_the_table_and_nothing_else(tmp_path):

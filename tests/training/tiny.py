@@ -29,7 +29,7 @@ def one_device():
 def config(directory, **parts):
     """The configuration, with whole parts replaced."""
     small = Config(
-        model=ModelSettings(model="tiny-moe", remat=False),
+        model=ModelSettings(model="tiny-moe", remat="none"),
         data=DataSettings(template="none", max_prompt_length=8),
         rewards=RewardSettings(("exact_match",)),
         rollout=RolloutSettings(prompts_per_step=4, num_generations=2, max_completion_length=4),
