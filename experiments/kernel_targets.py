@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from experiments.benchmark_kernels import one_line, operation, programs
-from experiments.kernel_cases import Case, accelerator_cases, cases, tiny_cases
+from experiments.kernel_cases import Case
+from experiments.kernel_sizes import accelerator_cases, cases, tiny_cases
 
 TPU = "v5p:2x2x1"
 CAPABILITY = 90  # of Hopper GPUs, ten times

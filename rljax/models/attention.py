@@ -88,9 +88,8 @@ class FullAttention:
         sinks: Array | None = None,
     ) -> tuple[Array, Any]:
         """As in `Attend`."""
-        local = functools.partial(
-            _attend_finite, backend=self.backend, packed=self.packed, scale=scale, window=window
-        )
+        options = {"scale": scale, "window": window, "packed": self.packed}
+        local = functools.partial(_attend_finite, self.backend, options)
         k, v = (_enough_heads(x, q.shape[2]) for x in (k, v))
         heads = fit(q.shape, BATCH_AXES, "context", "tensor")
         rows = fit(self.tokens.segments.shape, BATCH_AXES, "context")
@@ -116,7 +115,8 @@ def full_attention(
       prefix: The segment that a position sees besides its own (a prompt shared by several
         responses), 0 for none; None: there are none.
       backend: As `ModelConfig.attention_backend`.
-      packed: Whether a row may hold several sequences, or padding elsewhere than at its end.
+      packed: Whether a row may hold several sequences, or padding elsewhere than at its end; some
+        backends compute rows only that do not.
     """
     return FullAttention(whole_rows(positions, segments, prefix), backend, packed)
 
@@ -155,16 +155,13 @@ def _enough_heads(x: Array, heads: int) -> Array:
 
 
 def _attend_finite(
+    backend: str,
+    options: dict[str, Any],
     q: Array,
     k: Array,
     v: Array,
     tokens: Tokens,
     sinks: Array | None,
-    *,
-    backend: str,
-    scale: float,
-    window: int | None,
-    packed: bool,
 ) -> Array:
     """Attention of one device in which what is not finite spoils its own sequence and no other."""
     # 0 · NaN is NaN: masked values must be finite, or they leak into their neighbours' values and
@@ -176,16 +173,17 @@ def _attend_finite(
     broken = ~fine_query | _spoilt(~fine_key, tokens, axis)
     fine = ((q, fine_query), (k, fine_key), (v, fine_key))
     q, k, v = (jnp.where(f[..., None, None], x, 0) for x, f in fine)
-    keys, options = tokens, {"window": window, "sinks": sinks}
+    keys = tokens
     if axis is not None and backend not in ("auto", *kernels.RINGS):
         # It needs all keys of a row on one device.
         gathered = functools.partial(gather, axes=axis, dimension=1)
         k, v, keys = jax.tree.map(gathered, (k, v, tokens))
         axis = None
-    asked = kernels.asked_of(q, k, v, tokens, packed=packed, **options)
+    static = {"window": options["window"], "packed": options["packed"]}
+    asked = kernels.asked_of(q, k, v, tokens, sinks=sinks, **static)
     chosen = choose_backend(backend, asked, axis)
-    options |= {"scale": scale, "backend": chosen.name, "axis": axis}
-    out = kernels.attention(q, k, v, tokens, keys, packed=packed, **options)
+    how = {**options, "sinks": sinks, "backend": chosen.name, "axis": axis}
+    out = kernels.attention(q, k, v, tokens, keys, **how)
     return jnp.where(broken[..., None, None], jnp.nan, out)
 
 

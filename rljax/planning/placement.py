@@ -11,7 +11,6 @@ from jax.sharding import AbstractMesh, Mesh
 from rljax import mesh as meshes
 from rljax import models
 from rljax.models import ModelConfig
-from rljax.models.remat import Remat, read_remat
 
 KINDS = ("master weights", "optimizer moments", "gradients", "compute weights")
 """The kinds of bytes that training keeps for every parameter."""
@@ -88,11 +87,6 @@ def hidden_bytes(config: ModelConfig, tokens: float) -> int:
 def gradient_itemsize(p: ShardedParameter) -> int:
     """Bytes of one number of a gradient while devices add it up."""
     return 4 if {"experts", "vocab"} & set(p.axes) else p.itemsize
-
-
-def remat_policy(config: ModelConfig) -> Remat:
-    """What the backward pass recomputes."""
-    return read_remat(config.remat)
 
 
 def shard_parameters(

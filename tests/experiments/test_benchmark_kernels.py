@@ -8,8 +8,16 @@ import pytest
 import tyro
 from rljax_kernels.attention import sees
 
-from experiments import benchmark_kernels, kernel_cases, kernel_engine, kernel_targets
-from experiments.benchmark_kernels import OPERATIONS, Peak
+from experiments import (
+    benchmark_kernels,
+    chip_rates,
+    kernel_cases,
+    kernel_engine,
+    kernel_sizes,
+    kernel_targets,
+)
+from experiments.benchmark_kernels import OPERATIONS
+from experiments.chip_rates import Peak
 from experiments.kernel_cases import Packing, Work
 from rljax import models
 
@@ -50,7 +58,7 @@ def test_work_of_products():
 
 def test_every_platform_has_cases_of_every_operation():
     for platform in ("cpu", "gpu", "tpu"):
-        found = kernel_cases.cases(platform)
+        found = kernel_sizes.cases(platform)
         assert {case.operation for case in found} == set(OPERATIONS)
         for case in found:
             chosen = benchmark_kernels.operation(case.operation)
@@ -70,8 +78,8 @@ def test_rates_and_shares():
         "TPU v5 lite": "v5e",
         "TPU v6 lite": "v6e",
     }
-    assert {kind: benchmark_kernels.chip_of(kind).name for kind in kinds} == kinds
-    assert benchmark_kernels.chip_of("cpu") is None
+    assert {kind: chip_rates.chip_of(kind).name for kind in kinds} == kinds
+    assert chip_rates.chip_of("cpu") is None
 
 
 def test_differences_are_relative_to_the_largest_value():
@@ -98,7 +106,7 @@ def test_the_listing_names_every_implementation_and_choice():
         for found in chosen.implementations:
             assert f"  {found.name:10} for {', '.join(found.platforms)}: " in lines
     for platform in ("cpu", "gpu", "tpu"):
-        for case in kernel_cases.cases(platform):
+        for case in kernel_sizes.cases(platform):
             auto = benchmark_kernels.operation(case.operation).choose("auto", case.asked, platform)
             assert f"  {platform}, {case.name}: auto takes {auto.name}" in lines
 
@@ -131,7 +139,7 @@ def test_small_programs_are_timed_and_compared(capsys, monkeypatch):
 
 
 def test_what_cannot_be_compiled_says_why():
-    case = kernel_cases.tiny_cases()[0]
+    case = kernel_sizes.tiny_cases()[0]
     broken = benchmark_kernels.Program(None, "forward", lambda *_: jax.numpy.zeros(2) @ [1, 2, 3])
     reason = benchmark_kernels.lowered(case, broken, case.make())
     assert reason.startswith("TypeError") and benchmark_kernels.compiled(reason) == reason

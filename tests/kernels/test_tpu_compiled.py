@@ -54,7 +54,6 @@ def one(mesh):
 
 ATTENTION = {  # T, H, K, d, dv, prefix, window, sinks
     ("pallas", "all options"): (8192, 8, 2, 128, 128, True, 4096, True),
-    ("pallas", "latent"): (4096, 4, 4, 192, 128, False, None, False),
     ("splash", "all options"): (4096, 8, 2, 128, 128, False, 1024, True),
 }
 
@@ -166,7 +165,7 @@ def test_logprobs_and_their_gradients_hold_no_logits(chips):
     assert program.memory_analysis().temp_size_in_bytes < tokens * size  # a byte for each logit
 
 
-def test_attention_compiles_inside_shard_map_with_its_checks(chips):
+def test_latent_attention_compiles_inside_shard_map_with_its_checks(chips):
     heads = P("data", None, "tensor")
     run = OPERATION.named("pallas").run
 
@@ -182,11 +181,11 @@ def test_attention_compiles_inside_shard_map_with_its_checks(chips):
     program = compiled(
         jax.grad(loss, (0, 1, 2, 3)),
         chips,
+        ((4, 1024, 8, 192), jnp.bfloat16, heads),
+        ((4, 1024, 8, 192), jnp.bfloat16, heads),
         ((4, 1024, 8, 128), jnp.bfloat16, heads),
-        ((4, 1024, 2, 128), jnp.bfloat16, heads),
-        ((4, 1024, 2, 128), jnp.bfloat16, heads),
         ((8,), jnp.float32, P("tensor")),
         Tokens(ints, ints, ints, ints),
     )
-    whole = 4 * 1024 * 8 * 128 * 2
-    assert program.memory_analysis().argument_size_in_bytes < whole  # a quarter of all
+    whole = 4 * 1024 * 8 * (192 + 192 + 128) * 2
+    assert program.memory_analysis().argument_size_in_bytes < whole / 3  # a quarter of all

@@ -1,15 +1,18 @@
 """Attention: what a query sees, and what must not leak into it."""
 
 import dataclasses
+import logging
+import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rljax_kernels.attention import OPERATION
+from rljax_kernels.attention import OPERATION, Asked
 
 from rljax import errors, mesh, models
 from rljax.models import attention
+from rljax.settings import MeshSettings
 
 
 @pytest.mark.parametrize("backend", ["reference", "blocked"])
@@ -144,3 +147,15 @@ def test_temporaries_of_a_model_s_gradient_are_linear_in_the_tokens(tokens):
     step = jax.jit(jax.grad(loss)).lower(models.abstract(config), row).compile()
     temporaries = step.memory_analysis().temp_size_in_bytes
     assert temporaries < 0.5e9 + 0.1e9 * tokens / 1024
+
+
+def test_the_flag_offers_what_there_is_and_the_choice_is_logged(caplog):
+    offered = typing.get_args(typing.get_type_hints(MeshSettings)["attention_backend"])
+    assert set(offered) == {"auto", *(i.name for i in OPERATION.implementations)}
+    attention._log_choice.cache_clear()
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            attention.choose_backend("auto", Asked("float32", 1, 4096, 4096, 8, 4, 64, 64))
+    assert [r.message for r in caplog.records] == [
+        "attention is computed by backend 'blocked' (attention_backend='auto')"
+    ]
