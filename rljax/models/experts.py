@@ -17,6 +17,7 @@ from rljax_kernels import grouped_matmul as gmm
 from rljax.errors import InputError, MissingDependencyError
 from rljax.mesh import gather, varies, vary_alike, vary_over
 from rljax.models.expert_loop import block_size, loop_experts
+from rljax.models.row_gathers import gather_rows, pick_rows, rows_at
 
 _log = logging.getLogger(__name__)
 
@@ -91,16 +92,16 @@ def experts(
         # Every expert has a place for each token: they need not be moved.
         out = run(jnp.tile(x, (e, 1)), group_sizes=jnp.full((e,), n, jnp.int32))
         place = jnp.where(chosen < e, chosen * n + jnp.arange(n)[:, None], e * n)
-        return _weighed(_rows_at(out, place), weights, x.dtype)
+        return _weighed(rows_at(out, place), weights, x.dtype)
     flat = chosen.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.bincount(flat, length=e).astype(jnp.int32)
     places = laid.places(flat[order], sizes)
     source = jnp.full((laid.rows,), n * k, jnp.int32).at[places].set(order, mode="drop")
     place = jnp.zeros((n * k,), jnp.int32).at[order].set(places)
-    copies = _gather_rows(x, source // k, place.reshape(n, k))
+    copies = gather_rows(x, source // k, place.reshape(n, k))
     out = run(copies, group_sizes=sizes)
-    return _weighed(_pick_rows(out, place, source).reshape(n, k, -1), weights, x.dtype)
+    return _weighed(pick_rows(out, place, source).reshape(n, k, -1), weights, x.dtype)
 
 
 def at_once(rows_bytes: int) -> bool:
@@ -259,12 +260,12 @@ def _all_to_all(
     slot = jnp.where(goes, device * n + jnp.cumsum(goes, axis=1) - 1, devices * n).T
 
     def send(a: Array) -> Array:
-        return _swap(_gather_rows(a, index, slot), count, awaited, axes)
+        return _swap(gather_rows(a, index, slot), count, awaited, axes)
 
     # Counted from 1, so that empty slots have no expert.
-    numbers = _swap(_rows_at(chosen + 1, index), count, awaited, axes) - 1
+    numbers = _swap(rows_at(chosen + 1, index), count, awaited, axes) - 1
     answers = _swap(compute(send(x), numbers, send(weights)), awaited, count, axes)
-    mine = _pick_rows(answers, slot.reshape(-1), reader)
+    mine = pick_rows(answers, slot.reshape(-1), reader)
     return mine.reshape(n, devices, -1).sum(1)
 
 
@@ -318,51 +319,3 @@ def _down_clamped(dot: gmm.Dot, hidden: tuple[Array, Array], params: dict[str, A
 
 
 _STAGES = {"silu": (_gate_and_up, _down_silu), "clamped": (_gate_and_up, _down_clamped)}
-
-
-# Gathers whose transposes are gathers too: XLA's scatter-add is slow on CPU and unordered on GPU.
-
-
-@jax.custom_vjp
-def _pick_rows(x: Array, index: Array, inverse: Array) -> Array:
-    """x[index], where `inverse` is the output row that reads each x row.
-
-    An index out of range gives 0; an inverse out of range belongs to a row that is not read.
-    """
-    return _rows_at(x, index)
-
-
-def _pick_forward(x: Array, index: Array, inverse: Array) -> tuple[Array, Array]:
-    return _rows_at(x, index), inverse
-
-
-def _pick_backward(inverse: Array, g: Array) -> tuple[Array, None, None]:
-    return _rows_at(g, inverse), None, None
-
-
-def _rows_at(x: Array, index: Array) -> Array:
-    return x.at[index].get(mode="fill", fill_value=0)
-
-
-_pick_rows.defvjp(_pick_forward, _pick_backward)
-
-
-@jax.custom_vjp
-def _gather_rows(x: Array, index: Array, readers: Array) -> Array:
-    """x[index], its last row for an index out of range.
-
-    `readers` [N, k] are the output rows that read each x row; out of
-    range where there are fewer.
-    """
-    return x.at[index].get(mode="clip")
-
-
-def _gather_forward(x: Array, index: Array, readers: Array) -> tuple[Array, Array]:
-    return _gather_rows(x, index, readers), readers
-
-
-def _gather_backward(readers: Array, g: Array) -> tuple[Array, None, None]:
-    return _rows_at(g, readers).astype(jnp.float32).sum(1).astype(g.dtype), None, None
-
-
-_gather_rows.defvjp(_gather_forward, _gather_backward)

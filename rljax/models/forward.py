@@ -25,7 +25,7 @@ from rljax.models.parameters import Params, declare
 from rljax.models.pipeline import Layers, Outputs
 from rljax.models.remat import checkpointed
 
-_UNROLLED = 8  # so few layers run faster one by one than as a loop
+UNROLLED = 8  # so few layers run faster one by one than as a loop
 EMBED_AXES = ("tensor", "fsdp")
 """The mesh axes that split the embedding where it enters `shard_map`; those of the output matrix
 are in the other order."""
@@ -170,7 +170,7 @@ def _run_layers(
         body,
         (x, cache, jnp.int32(layer)),
         layers,
-        unroll=config.remat == "none" and layers.count <= _UNROLLED,
+        unroll=config.remat == "none" and layers.count <= UNROLLED,
     )
     return x, cache, stats
 

@@ -83,9 +83,8 @@ def logits(
     Returns:
       float32 logits of the token after each position.
     """
-    packed = segments is not None
     positions, segments = Inputs(tokens, positions, segments).places()
-    attend = full_attention(positions, segments, None, config.attention_backend, packed)
+    attend = full_attention(positions, segments, backend=config.attention_backend)
     hidden, _, _ = hidden_states(params, config, tokens, positions, attend)
     return output_logits(params, config, hidden)
 

@@ -18,7 +18,6 @@ from rljax.planning.placement import (
     compute_itemsize,
     gradient_itemsize,
     hidden_bytes,
-    remat_policy,
 )
 from rljax.planning.stage_communication import through_stages
 from rljax.planning.work import Work
@@ -53,7 +52,7 @@ def update_collectives(
         )
     if sizes["stage"] > 1:
         yield from through_stages(sizes, config, schedules, placed, tokens, parts)
-    remat = remat_policy(config)
+    remat = config.remat
     if sizes["context"] > 1:
         forwards = parts * (1 + (remat in ("layer", "offload")))
         yield from _between_parts_of_rows(mesh, config, tokens, forwards, parts)

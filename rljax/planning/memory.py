@@ -20,7 +20,6 @@ from rljax.planning.placement import (
     ShardedParameter,
     compute_itemsize,
     hidden_bytes,
-    remat_policy,
     shard_parameters,
 )
 from rljax.planning.work import Work
@@ -52,7 +51,7 @@ def activations(
       placed: Its parameters on the mesh.
       platform: Of the devices.
     """
-    tokens, remat = work.tokens(mesh), remat_policy(config)
+    tokens, remat = work.tokens(mesh), config.remat
     blocks = collections.Counter(config.layers)
     attended = {
         b: sum(attention.bytes_of_layer(mesh, config, b.attention, work, platform)) for b in blocks
@@ -108,7 +107,7 @@ def scoring(
 
 def offloaded(mesh: Mesh | AbstractMesh, config: ModelConfig, work: Work) -> int:
     """Bytes of the inputs of layers that an update keeps in the host's memory, for a device."""
-    if remat_policy(config) != "offload":
+    if config.remat != "offload":
         return 0
     kept = _kept_inputs(config, work.schedules(mesh, config))
     return int(kept * hidden_bytes(config, work.tokens(mesh)))

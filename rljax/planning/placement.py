@@ -89,11 +89,6 @@ def gradient_itemsize(p: ShardedParameter) -> int:
     return 4 if {"experts", "vocab"} & set(p.axes) else p.itemsize
 
 
-def remat_policy(config: ModelConfig) -> str:
-    """What the backward pass recomputes, as `ModelConfig.remat` says: `none`, `layer`, ..."""
-    return config.remat if isinstance(config.remat, str) else "layer" if config.remat else "none"
-
-
 def shard_parameters(
     mesh: Mesh | AbstractMesh, config: ModelConfig, rules: meshes.Rules = meshes.TRAIN_RULES
 ) -> list[ShardedParameter]:

@@ -16,7 +16,7 @@ from rljax.planning.chips import Chip
 from rljax.planning.collectives import Collective
 from rljax.planning.communication import decode_collectives, score_collectives
 from rljax.planning.memory import kv_bytes
-from rljax.planning.placement import ShardedParameter, remat_policy
+from rljax.planning.placement import ShardedParameter
 from rljax.planning.work import Work
 
 
@@ -63,7 +63,7 @@ def update(
       placed: Its parameters on the mesh.
       collectives: The communication of the step.
     """
-    parts, remat = work.parts(mesh), remat_policy(config)
+    parts, remat = work.parts(mesh), config.remat
     forward = parts * _work_of(mesh, config, work, placed)
     # A backward pass computes twice as much; attention by blocks computes its scores once more.
     passes = 3 + (remat != "none")

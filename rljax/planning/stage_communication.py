@@ -55,6 +55,16 @@ def through_stages(
             "all-to-all", "stage", int(2 * rows * ring_bytes("all-to-all", hidden, stages)),
             "rows back from the first stage, and their gradients to it",
         )  # fmt: skip
+    yield from _weights_of_stages(stages, schedules, placed, parts)
+
+
+def _weights_of_stages(
+    stages: int,
+    schedules: Sequence[Schedule | None],
+    placed: Sequence[ShardedParameter],
+    parts: int,
+) -> Iterator[Collective]:
+    """Layers that move to the stages that run them, and those outside the pipeline."""
     moved, weights, gradients = 0.0, 0.0, 0.0
     for p in placed:
         if p.stack is None or "stage" not in p.mesh_axes:

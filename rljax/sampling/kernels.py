@@ -14,6 +14,7 @@ from rljax_kernels.registry import Implementation
 from rljax import mesh as meshes
 from rljax.errors import InputError, MissingDependencyError
 from rljax.models.config import Attention, LatentAttention, ModelConfig
+from rljax.models.forward import UNROLLED
 from rljax.sampling.config import PLAIN, EngineConfig
 from rljax.sampling.decode import GATHERED
 
@@ -136,7 +137,8 @@ def _choose_attention(
     asked, platform = asked_of(config, mesh, settings), platform_of(mesh)
 
     def objection(found: Implementation) -> str | None:
-        return next(filter(None, (found.objection(each, platform) for each in asked)), None)
+        reasons = (found.objection(each, platform) for each in asked)
+        return next(filter(None, reasons), None) or _unsplit(found.name, config, mesh)
 
     wanted = settings.programs.kernels
     if wanted not in ("auto", "off"):
@@ -159,6 +161,21 @@ def _choose_attention(
         if platform in found.platforms:
             _log.info("kernels=%s: decoding without %r: %s", wanted, found.name, reason)
     raise AssertionError(f"nothing computes {asked} on {platform}")
+
+
+def _unsplit(name: str, config: ModelConfig, mesh: Mesh | None) -> str | None:
+    """Why kernels cannot be called on the parts of `tensor`; None: they can, or there are none.
+
+    XLA's partitioner (JAX 0.10) aborts the process on several calls that follow each other in a
+    program: layers must be of one kind, in a loop that is not unrolled.
+    """
+    if name in ("native", *PLAIN) or mesh is None or mesh.shape["tensor"] == 1:
+        return None
+    stack = config.stacks[0]
+    if len(config.stacks) == len(stack.pattern) == 1 and stack.repeats > UNROLLED:
+        return None
+    tensor = mesh.shape["tensor"]
+    return f"with tensor={tensor} it needs more than {UNROLLED} layers that are all alike"
 
 
 def _unsuited(config: ModelConfig, mesh: Mesh | None) -> InputError | None:
