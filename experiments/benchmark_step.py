@@ -53,8 +53,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "as shipped": {},
     "share_prompts=never": {"share_prompts": "never"},
     "packing=never": {"packing": "never"},
-    "remat=False": {"remat": False},
-    "remat=False, packing=never": {"remat": False, "packing": "never"},
+    "remat=none": {"remat": "none"},
+    "remat=layer": {"remat": "layer"},
+    "remat=attention": {"remat": "attention"},
 }
 """Names of ours, and the settings in which each differs from what is shipped."""
 

@@ -75,7 +75,7 @@ def gradient(config: Config, length: int, **changes: Any) -> Any:
 
     from rljax import models
 
-    model = dataclasses.replace(models.PRESETS[config.model](), **({"remat": True} | changes))
+    model = dataclasses.replace(models.PRESETS[config.model](), **({"remat": "layer"} | changes))
     params = jax.eval_shape(lambda: models.init(jax.random.key(0), model))
 
     def loss(params: Any, tokens: Any) -> Any:

@@ -94,14 +94,12 @@ def run_tunix(config: Config, folder: str) -> dict[str, Any]:
     once, and no end token. AdamW is optax's. A micro-batch holds whole groups.
     """
     import jax
-    import optax
     import transformers
     from flax import nnx
     from tunix.models.qwen3 import model as qwen3
     from tunix.models.qwen3 import params as weights
     from tunix.rl import rl_cluster as clusters
     from tunix.rl.grpo import grpo_learner
-    from tunix.rl.rollout import base_rollout
 
     start = time.perf_counter()
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
@@ -109,30 +107,11 @@ def run_tunix(config: Config, folder: str) -> dict[str, Any]:
     model = weights.create_model_from_safe_tensors(
         folder, qwen3.ModelConfig(**_tunix_sizes(folder), remat_config=remat), mesh
     )
-    roles = (clusters.Role.ACTOR, clusters.Role.REFERENCE, clusters.Role.ROLLOUT)
-    steps, group = 1 + config.repeats, config.generations
+    group = config.generations
     cluster = clusters.RLCluster(
         actor=model,
         tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
-        cluster_config=clusters.ClusterConfig(
-            role_to_mesh=dict.fromkeys(roles, mesh),
-            training_config=clusters.RLTrainingConfig(
-                actor_optimizer=optax.adamw(config.learning_rate, weight_decay=0.0),
-                eval_every_n_steps=1000,
-                max_steps=steps,
-                mini_batch_size=config.prompts,
-                train_micro_batch_size=max(config.tunix_micro_batch // group, 1),
-                rollout_micro_batch_size=config.prompts,
-                compute_logps_micro_batch_size=config.prompts,
-            ),
-            rollout_config=base_rollout.RolloutConfig(
-                max_tokens_to_generate=config.new_tokens,
-                max_prompt_length=config.prompt_length,
-                kv_cache_size=config.prompt_length + config.new_tokens,
-                temperature=1.0,
-                eos_tokens=[VOCABULARY],  # which is never drawn
-            ),
-        ),
+        cluster_config=_tunix_cluster(config, mesh),
     )
     sampling, ends = [], []
 
@@ -156,8 +135,36 @@ def run_tunix(config: Config, folder: str) -> dict[str, Any]:
     generate, cluster.generate = cluster.generate, sample
     run_step, learner._run_global_step = learner._run_global_step, step
     with mesh:
-        learner.train([{"prompts": texts_of(config)} for _ in range(steps)])
+        learner.train([{"prompts": texts_of(config)} for _ in range(1 + config.repeats)])
     return _steps(config, ends[0] - start, np.diff(ends), sampling[1:])
+
+
+def _tunix_cluster(config: Config, mesh: Any) -> Any:
+    """How tunix trains and samples."""
+    import optax
+    from tunix.rl import rl_cluster as clusters
+    from tunix.rl.rollout import base_rollout
+
+    roles = (clusters.Role.ACTOR, clusters.Role.REFERENCE, clusters.Role.ROLLOUT)
+    return clusters.ClusterConfig(
+        role_to_mesh=dict.fromkeys(roles, mesh),
+        training_config=clusters.RLTrainingConfig(
+            actor_optimizer=optax.adamw(config.learning_rate, weight_decay=0.0),
+            eval_every_n_steps=1000,
+            max_steps=1 + config.repeats,
+            mini_batch_size=config.prompts,
+            train_micro_batch_size=max(config.tunix_micro_batch // config.generations, 1),
+            rollout_micro_batch_size=config.prompts,
+            compute_logps_micro_batch_size=config.prompts,
+        ),
+        rollout_config=base_rollout.RolloutConfig(
+            max_tokens_to_generate=config.new_tokens,
+            max_prompt_length=config.prompt_length,
+            kv_cache_size=config.prompt_length + config.new_tokens,
+            temperature=1.0,
+            eos_tokens=[VOCABULARY],  # which is never drawn
+        ),
+    )
 
 
 def _tunix_sizes(folder: str) -> dict[str, Any]:

@@ -156,11 +156,11 @@ def examples() -> list[triton_tools.Example]:
     """Uses whose kernels the report compiles."""
     found = []
     for name, dtype, m, e, d, f in (
-        ("grouped 65536 × 128 × 2048 × 768", jnp.bfloat16, 65_536, 128, 2048, 768),
-        ("grouped 65536 × 8 × 4096 × 14336", jnp.bfloat16, 65_536, 8, 4096, 14_336),
-        ("grouped 1024 × 128 × 2048 × 768", jnp.bfloat16, 1024, 128, 2048, 768),
-        ("grouped 4096 × 64 × 2048 × 1024", jnp.bfloat16, 4096, 64, 2048, 1024),
-        ("grouped 65536 × 128 × 2048 × 768", jnp.float32, 65_536, 128, 2048, 768),
+        ("grouped 65536 x 128 x 2048 x 768", jnp.bfloat16, 65_536, 128, 2048, 768),
+        ("grouped 65536 x 8 x 4096 x 14336", jnp.bfloat16, 65_536, 8, 4096, 14_336),
+        ("grouped 1024 x 128 x 2048 x 768", jnp.bfloat16, 1024, 128, 2048, 768),
+        ("grouped 4096 x 64 x 2048 x 1024", jnp.bfloat16, 4096, 64, 2048, 1024),
+        ("grouped 65536 x 128 x 2048 x 768", jnp.float32, 65_536, 128, 2048, 768),
     ):
 
         def loss(x, weights, sizes):

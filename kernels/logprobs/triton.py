@@ -199,9 +199,9 @@ def examples() -> list[triton_tools.Example]:
     """Uses whose kernels the report compiles."""
     found = []
     for name, dtype, tied, num_tokens in (
-        ("logprobs 4096 × 151936", jnp.bfloat16, False, None),
-        ("logprobs 4096 × 151936, tied", jnp.bfloat16, True, 151_669),
-        ("logprobs 4096 × 151936", jnp.float32, False, None),
+        ("logprobs 4096 x 151936", jnp.bfloat16, False, None),
+        ("logprobs 4096 x 151936, tied", jnp.bfloat16, True, 151_669),
+        ("logprobs 4096 x 151936", jnp.float32, False, None),
     ):
         tokens, d, v = 8192, 4096, 151_936
         options = Options(tied, num_tokens, 1024)

@@ -63,12 +63,13 @@ def write_tokens(
     pages, page_size = pool["k"].shape[1], pool["k"].shape[4]
     place = positions - tables.base
     page = jnp.take_along_axis(tables.own, place[:, None] // page_size, axis=1, mode="clip")[:, 0]
-    page = jnp.where(live, page, pages)  # out of bounds: dropped
+    # Out of bounds: dropped. No two rows write in one place, which XLA on GPU is faster to know.
+    page = jnp.where(live, page, pages + jnp.arange(page.shape[0], dtype=page.dtype))
     offset = place % page_size
     out = dict(pool)
     for name, x in pool.items():
         at = x.at[layer, page, :, :, offset] if name == "k" else x.at[layer, page, :, offset]
-        out[name] = at.set(to_bits(new[name]), mode="drop")
+        out[name] = at.set(to_bits(new[name]), mode="drop", unique_indices=True)
     return out
 
 

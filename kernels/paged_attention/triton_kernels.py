@@ -22,6 +22,13 @@ def bits(x, BFLOAT16: tl.constexpr):
 
 
 @triton.jit
+def query_tile(q, at, real, first, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Columns [first, first + PADDED) of queries, 0 beyond DIM."""
+    d = first + tl.arange(0, PADDED)
+    return tl.load(q + at[:, None] + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0)
+
+
+@triton.jit
 def key_tile(
     pages, base, offset, inside, first,
     PAGE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PIECES: tl.constexpr,
@@ -137,14 +144,9 @@ def attend(
     begin = tl.min(tl.where(sees, first, COLUMNS * PAGE), 0) // span * span + part * PART
     end = tl.minimum(tl.max(tl.where(sees, last, 0), 0), begin + PART)
 
-    d = tl.arange(0, MAIN)
-    at_q = (row * HEADS + head)[:, None] * DIM + d[None, :]
-    q_main = tl.load(q + at_q, mask=real[:, None] & (d < DIM)[None, :], other=0)
-    q_rest = q_main
-    if REST > 0:
-        d_rest = MAIN + tl.arange(0, REST)
-        at_q = (row * HEADS + head)[:, None] * DIM + d_rest[None, :]
-        q_rest = tl.load(q + at_q, mask=real[:, None] & (d_rest < DIM)[None, :], other=0)
+    at_q = (row * HEADS + head) * DIM
+    q_main = query_tile(q, at_q, real, 0, DIM, MAIN)
+    q_rest = query_tile(q, at_q, real, MAIN, DIM, REST) if REST > 0 else q_main
 
     highest = tl.full((TILE,), LOWEST, tl.float32)
     weight = tl.zeros((TILE,), tl.float32)

@@ -14,8 +14,8 @@ SHARED_MEMORY = {90: 227 * 1024, 89: 99 * 1024}  # bytes that a program may have
 
 EXAMPLES = {
     "paged_attention": ("paged 128", "paged 128, window", "paged latent"),
-    "logprobs": ("logprobs 4096 × 151936", "logprobs 4096 × 151936, tied"),
-    "grouped_matmul": ("grouped 65536 × 128 × 2048 × 768", "grouped 1024 × 128 × 2048 × 768"),
+    "logprobs": ("logprobs 4096 x 151936", "logprobs 4096 x 151936, tied"),
+    "grouped_matmul": ("grouped 65536 x 128 x 2048 x 768", "grouped 1024 x 128 x 2048 x 768"),
 }
 """Of each operation; the first is exported, the last is compiled for a GPU with little memory."""
 

@@ -134,7 +134,7 @@ def test_decode_steps_are_exported_for_cuda_with_triton(dense, dtype, monkeypatc
 @pytest.mark.targets
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (extra tpu)")
 @pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}])
-def test_programs_are_compiled_for_tpu_and_copy_no_pool(sizes):
+def test_programs_are_compiled_for_tpu_and_decoding_copies_no_pool(sizes):
     mesh = meshes.make(devices=Topology.parse("v5p:2x2x1").devices(), **sizes)
     config = models.decoder(
         vocab_size=512, hidden_size=256, num_layers=9, num_heads=4, num_kv_heads=2, head_dim=128,
@@ -148,6 +148,9 @@ def test_programs_are_compiled_for_tpu_and_copy_no_pool(sizes):
     few = dataclasses.replace(config, stacks=(dataclasses.replace(config.stacks[0], repeats=3),))
     unrolled = Engine(few, mesh, slots=8, max_length=2048, **options)
     assert unrolled.runner.attention == ("blocked" if "tensor" in sizes else "pallas")
-    for lowered in (engine.lower_decode(), engine.lower_prefill(1024)):
-        memory = lowered.compile().memory_analysis()
-        assert memory.alias_size_in_bytes >= pool > 4 * memory.temp_size_in_bytes
+    decode = engine.lower_decode().compile().memory_analysis()
+    assert decode.alias_size_in_bytes >= pool > 20 * decode.temp_size_in_bytes
+    prefill = engine.lower_prefill(1024).compile().memory_analysis()
+    # Where XLA splits heads over `tensor`, it copies keys or values, half of the pool.
+    least = 4 if "tensor" not in sizes else 1.5
+    assert prefill.alias_size_in_bytes >= pool > least * prefill.temp_size_in_bytes
