@@ -182,7 +182,7 @@ def _engine(config: ModelConfig, mesh: Mesh, work: Work, rules: meshes.Rules) ->
         max_length=work.length,
         chunk=work.decode_chunk,
         prefill_tokens=work.prefill_tokens,
-        kernels="off",
+        kernels="auto",
         with_routing=config.top_k > 0,
         rules=rules,
     )

@@ -46,7 +46,7 @@ class Work:
     and each has max_prompt_length + max_completion_length tokens."""
     slots: int = 1024
     """Sequences decoded at once."""
-    page_size: int = 64
+    page_size: int = 128
     """Tokens of a page of the KV cache."""
     num_pages: int = 0
     """Pages of the KV cache; 0: enough for all slots at full length."""
