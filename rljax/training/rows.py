@@ -184,9 +184,10 @@ class RowPlanner:
         return self.cost.of(live, total * length, 0, square)
 
     def _candidate(self, lengths: Lengths, bins: Bins, rows: int, length: int) -> _Candidate:
-        scored = length  # in eighths of a row, where that is worth another program
+        scored = length  # in sixteenths of a row, where that is worth another program
         if rows * length >= _SMALL:
-            scored = min(-(-(-(-bins.scored(lengths) * 8 // length) * length) // 8), length)
+            sixteenths = -(-bins.scored(lengths) * 16 // length)
+            scored = min(-(-sixteenths * length // 16), length)
         live = max(-(-len(bins.rows) // (rows * self.shards)), 1)
         total, shape = live * rows * self.shards, (rows, length)
         scores = [self.cost.scores(row, lengths, bins.shared, shape) for row in bins.rows]

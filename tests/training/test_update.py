@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from rljax import losses as L
@@ -252,3 +253,27 @@ def test_rounding_moves_nothing_while_there_is_nothing_to_learn():
     bonus = dataclasses.replace(objective, regularisers=(L.kl(0.04), L.entropy_bonus(0.1)))
     state, numbers, _ = step(bonus, mesh, batch=alike)
     assert (int(state.applied), numbers["policy/held"]) == (1, 0)
+
+
+def temporaries(parts):
+    """Bytes of a step with micro-batches of two rows, and of a gradient."""
+    layers = models.decoder(
+        vocab_size=16, hidden_size=64, num_layers=8, num_heads=2, intermediate_size=512,
+        remat="layer",
+    )  # fmt: skip
+    mesh, objective, optimizer = one_device(), L.grpo(beta=0.0), optax.sgd(1e-3)
+    rows = jax.eval_shape(objective.prepare, make_batch().replace(routing=None))[0]
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * parts, *x.shape[1:]), x.dtype), rows)
+    state = states.abstract(layers, optimizer, objective, mesh)
+    update = make_update(layers, objective, optimizer, UpdateOptions(1.0, 6, parts=parts))
+    with jax.set_mesh(mesh):
+        memory = jax.jit(update, donate_argnums=0).lower(state, rows).compile().memory_analysis()
+    return memory.temp_size_in_bytes, 4 * models.count(layers)
+
+
+def test_gradients_of_micro_batches_are_added_in_place():
+    """More micro-batches take no second gradient, only the rows that they are cut from."""
+    (whole, gradient), (cut, _) = temporaries(1), temporaries(4)
+    assert gradient > 3e6
+    assert cut < whole + 0.25 * gradient
+    assert cut < 1.6 * gradient  # and activations, and what the optimizer makes of it
