@@ -16,6 +16,7 @@ _LENGTHS = 4  # different lengths that a row of one response is padded to
 _LEAST = 8  # tokens between two of them
 _EIGHTHS = (5, 6, 7, 8)  # of a power of two of the budget: sizes of a micro-batch
 _SMALL = 1024  # tokens of a micro-batch that no smaller one is compiled for
+_LOGITS = 0.1  # share of logits in the work for a token from which they are bounded
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -185,7 +186,7 @@ class RowPlanner:
 
     def _candidate(self, lengths: Lengths, bins: Bins, rows: int, length: int) -> _Candidate:
         scored = length  # in sixteenths of a row, where that is worth another program
-        if rows * length >= _SMALL:
+        if rows * length >= _SMALL and self.cost.logits > _LOGITS * self.cost.token:
             sixteenths = -(-bins.scored(lengths) * 16 // length)
             scored = min(-(-sixteenths * length // 16), length)
         live = max(-(-len(bins.rows) // (rows * self.shards)), 1)
@@ -206,7 +207,7 @@ class RowPlanner:
             slot, device = divmod(place, self.shards)
             device = self.shards - 1 - device if slot % 2 else device
             order[row] = (device * best.rows + slot) * parts + part
-        most = 4
+        most = 16
         while most < best.bins.most:
             most *= 4
         live: Any = np.int32(best.live)
