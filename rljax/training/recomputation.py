@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 
@@ -89,6 +90,8 @@ def choose_remat(config: Config, model: ModelConfig, mesh: Mesh) -> Remat:
     if wanted != "auto":
         return wanted
     tokens = micro_batch_tokens(config, meshes.batch_shards(mesh)) // mesh.shape["context"]
+    if mesh.devices.flat[0].platform == "cpu":  # XLA computes bfloat16 in float32 there
+        model = dataclasses.replace(model, dtype="float32")
     need = activation_bytes(model, tokens) // mesh.shape["tensor"]
     memory = device_bytes(jax.local_devices()[0])
     chosen: Remat = "none" if need <= MEMORY_SHARE * memory else "attention"
