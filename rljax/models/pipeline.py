@@ -144,16 +144,19 @@ def divide(plan: Schedule, layers: Layers, declared: list[Params]) -> tuple[Laye
         spec[place] = meshes.fit(w.shape[place : place + 1], ("fsdp", "stage"))[0]
         return jax.lax.with_sharding_constraint(w, P(*spec))
 
-    parts = tuple(
-        jax.tree.map(lambda a, part=part: a[part], layers)
-        for part in (slice(plan.layers), slice(plan.layers, None))
-    )
+    def take(start: int, stop: int) -> Layers:
+        # A slice whose stride is named: gradients added in place (`jax.new_ref`) need it.
+        return jax.tree.map(lambda a: jax.lax.slice_in_dim(a, start, stop, stride=1), layers)
+
+    piped, others = take(0, plan.layers), take(plan.layers, layers.count)
     if plan.repeats == 1 and plan.layers == layers.count:
-        return parts
-    return tuple(
-        dataclasses.replace(part, weights=jax.tree.map(movable, part.weights, declared))
-        for part in parts
-    )
+        return piped, others
+
+    def spread(part: Layers) -> Layers:
+        weights = jax.tree.map(movable, part.weights, declared)
+        return dataclasses.replace(part, weights=weights)
+
+    return spread(piped), spread(others)
 
 
 def run(

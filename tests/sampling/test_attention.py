@@ -164,4 +164,4 @@ def test_the_memory_of_a_prefill_grows_with_its_own_tokens():
         return compiled.memory_analysis().temp_size_in_bytes
 
     # All scores of 512 tokens and 16,384 keys would take 268 MB, over 8 heads.
-    assert temporaries(16_384) < temporaries(2048) + 2**20 < 40 * 2**20
+    assert temporaries(16_384) < temporaries(2048) + 2**20 < 130 * 2**20
